@@ -6,7 +6,12 @@ import math
 import pytest
 
 from triplane.proto.errors import Conflict, InvalidInput
-from triplane.unified_ir.federated.privacy.accountant import GaussianEvent, epsilon
+from triplane.unified_ir.federated.privacy.accountant import (
+    CONCENTRATED,
+    NoiseEvent,
+    Spending,
+    epsilon,
+)
 from triplane.unified_ir.federated.privacy.budget import (
     DeviceBudget,
     RunBudget,
@@ -29,7 +34,7 @@ def test_a_run_stops_after_the_rounds_that_it_was_sized_for():
     with pytest.raises(Conflict, match=r"round 58 would spend epsilon 4\.\d+ .* above the run's 4"):
         budget.charge(58)
     assert budget.spent == pytest.approx(
-        epsilon([GaussianEvent(budget.noise_multiplier, 57)], 1e-5), rel=1e-9
+        epsilon([NoiseEvent(budget.noise_multiplier, 57)], 1e-5), rel=1e-9
     )
 
 
@@ -63,20 +68,20 @@ def test_a_repeated_charge_changes_nothing_and_none_is_left_out():
 
 
 def test_a_device_declines_before_its_budget_is_passed():
-    event = GaussianEvent(5.0)
+    event = NoiseEvent(5.0)
     device, used = DeviceBudget(3.0, 1e-6), 0
     while device.fits(event):
         run, round_ = f"run {used % 3}", used + 1
         device, used = through_json(device.charge(run, round_, event)), used + 1
     assert used > 5
-    assert device.spent <= 3.0 < epsilon([GaussianEvent(5.0, used + 1)], 1e-6)
-    assert device.spent == pytest.approx(epsilon([GaussianEvent(5.0, used)], 1e-6), rel=1e-9)
+    assert device.spent <= 3.0 < epsilon([NoiseEvent(5.0, used + 1)], 1e-6)
+    assert device.spent == pytest.approx(epsilon([NoiseEvent(5.0, used)], 1e-6), rel=1e-9)
     with pytest.raises(Conflict, match="above this device's 3"):
         device.charge("run 9", 1, event)
 
 
 def test_a_repeated_charge_of_a_device_changes_nothing():
-    event = GaussianEvent(5.0)
+    event = NoiseEvent(5.0)
     device = DeviceBudget(3.0, 1e-6).charge("a", 4, event)
     assert device.charge("a", 4, event) is device
     assert device.charge("a", 3, event) is device
@@ -86,22 +91,32 @@ def test_a_repeated_charge_of_a_device_changes_nothing():
 def test_runs_with_different_noise_compose():
     device = DeviceBudget(50.0, 1e-6)
     for round_ in range(1, 6):
-        device = device.charge("a", round_, GaussianEvent(2.0))
-        device = device.charge("b", round_, GaussianEvent(3.0))
-    expected = epsilon([GaussianEvent(2.0, 5), GaussianEvent(3.0, 5)], 1e-6)
+        device = device.charge("a", round_, NoiseEvent(2.0))
+        device = device.charge("b", round_, NoiseEvent(3.0))
+    expected = epsilon([NoiseEvent(2.0, 5), NoiseEvent(3.0, 5)], 1e-6)
     assert device.spent == pytest.approx(expected, rel=1e-9)
 
 
+def test_discrete_noise_costs_a_little_more_and_composes_with_gaussian_noise():
+    exact, bounded = run_budget(4.0, 1e-5, 57), run_budget(4.0, 1e-5, 57, law=CONCENTRATED)
+    assert exact.noise_multiplier < bounded.noise_multiplier < 1.15 * exact.noise_multiplier
+    device = DeviceBudget(50.0, 1e-6).charge("a", 1, NoiseEvent(2.0))
+    device = device.charge("b", 1, NoiseEvent(2.0, 3, CONCENTRATED))
+    assert device.spent == pytest.approx(epsilon([NoiseEvent(2.0, 4, CONCENTRATED)], 1e-6))
+    assert through_json(device) == device
+
+
 def test_a_budget_is_a_value():
-    device = DeviceBudget(3.0, 1e-6, {"a": RunCharges(0.1, 2)})
+    device = DeviceBudget(3.0, 1e-6, {"a": RunCharges(Spending(0.1, 0.2), 2)})
     with pytest.raises(TypeError):
-        device.runs["a"] = RunCharges(0.0, 0)
+        device.runs["a"] = RunCharges(Spending(), 0)  # type: ignore[index]
     assert through_json(device) == device
     assert through_json(run_budget(2.0, 1e-6, 10)) == run_budget(2.0, 1e-6, 10)
 
 
+CHARGE = {"gaussian": 0.1, "concentrated": 0.0, "round": 1}
 RUN = run_budget(2.0, 1e-6, 10).to_json()
-DEVICE = DeviceBudget(3.0, 1e-6, {"a": RunCharges(0.1, 2)}).to_json()
+DEVICE = DeviceBudget(3.0, 1e-6, {"a": RunCharges(Spending(0.1, 0.2), 2)}).to_json()
 
 
 @pytest.mark.parametrize(
@@ -113,6 +128,8 @@ DEVICE = DeviceBudget(3.0, 1e-6, {"a": RunCharges(0.1, 2)}).to_json()
         {"epsilon": True},
         {"delta": 1},
         {"noise_multiplier": 0},
+        {"law": "laplace"},
+        {"law": []},
         {"noise_multiplier": 10**400},
         {"separation": 0},
         {"separation": 1.0},
@@ -132,12 +149,12 @@ def test_damaged_budgets_of_runs_are_refused(change):
     "change",
     [
         {"runs": []},
-        {"runs": {"": {"rho": 0.1, "round": 1}}},
-        {"runs": {"a" * 201: {"rho": 0.1, "round": 1}}},
-        {"runs": {"a": {"rho": -0.1, "round": 1}}},
-        {"runs": {"a": {"rho": math.inf, "round": 1}}},
-        {"runs": {"a": {"rho": 0.1, "round": 0}}},
-        {"runs": {"a": {"rho": 0.1}}},
+        {"runs": {"": CHARGE}},
+        {"runs": {"a" * 201: CHARGE}},
+        {"runs": {"a": CHARGE | {"gaussian": -0.1}}},
+        {"runs": {"a": CHARGE | {"concentrated": math.inf}}},
+        {"runs": {"a": CHARGE | {"round": 0}}},
+        {"runs": {"a": {"round": 1}}},
         {"runs": {"a": 3}},
         {"delta": None},
     ],

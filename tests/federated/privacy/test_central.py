@@ -63,7 +63,8 @@ def test_at_equal_epsilon_the_error_is_2_4_times_smaller_as_computed():
 
 
 def run_of(noise, rounds):
-    past, published = [], []
+    past: list[secret.Integers] = []
+    published = []
     for _ in range(rounds):
         n = noise.draw(past)
         published.append(n * noise.step)
@@ -91,12 +92,11 @@ def test_at_equal_epsilon_the_error_is_2_4_times_smaller_as_measured(entries, ma
 
 
 def test_streamed_noise_solves_the_banded_system_up_to_rounding(monkeypatch):
-    drawn = []
-    draw = secret.discrete_gaussian
-    monkeypatch.setattr(secret, "discrete_gaussian", lambda *a: drawn.append(draw(*a)) or drawn[-1])
+    z = secret.rounded_gaussian(30 * 20, 2.0**25).reshape(30, 20)
+    draws = iter(z)
+    monkeypatch.setattr(secret, "rounded_gaussian", lambda _entries, _std: next(draws))
     noise = CentralNoise(3.0, 5, 1.0, 20)
     n = run_of(noise, 30) / noise.step
-    z = np.array(drawn)
     residue = toeplitz(coefficients(5), 30) @ n - z
     assert np.abs(residue).max() <= 0.5 + 1e-6
     expected = np.linalg.solve(toeplitz(coefficients(5), 30), z)
@@ -120,14 +120,15 @@ def test_the_shift_that_an_observer_sees_is_within_the_charge(bands):
     published = [noise.add(s, noise.draw([])) for s in sums]
     shift = draws_behind(noise, other, published) - draws_behind(noise, sums, published)
     uses = 3
-    charged = uses * noise.variance / noise.noise_multiplier**2
+    charged = uses * (noise.std / noise.step / noise.noise_multiplier) ** 2
     assert (shift.astype(float) ** 2).sum() <= charged
     assert (shift.astype(float) ** 2).sum() > 0.9 * charged
 
 
 def draws_behind(noise, sums, published):
     """The draws z_t of a run that published these values."""
-    past, draws = [], []
+    past: list[secret.Integers] = []
+    draws = []
     for total, value in zip(sums, published, strict=True):
         n = np.rint(value / noise.step).astype(np.int64) - np.rint(total / noise.step).astype(
             np.int64
@@ -179,7 +180,7 @@ def test_noise_of_another_shape_is_refused():
     with pytest.raises(InvalidInput, match="int64 with 2 entries"):
         noise.draw([np.zeros(3, np.int64)])
     with pytest.raises(InvalidInput, match="int64 with 2 entries"):
-        noise.draw([np.zeros(2)])
+        noise.draw([np.zeros(2)])  # type: ignore[list-item]
     with pytest.raises(InvalidInput, match="have 2 entries"):
         noise.add(np.zeros(3), np.zeros(3, np.int64))
 
@@ -199,7 +200,5 @@ def test_resolution_limits_are_named():
 
 def test_a_population_too_small_to_rest_is_refused_with_the_numbers():
     check_population(500, 50, 10)
-    with pytest.raises(
-        InvalidInput, match=r"need 500 devices, .* has 499; .* at most 9$"
-    ):
+    with pytest.raises(InvalidInput, match=r"need 500 devices, .* has 499; .* at most 9$"):
         check_population(499, 50, 10)

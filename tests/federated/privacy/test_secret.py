@@ -1,6 +1,7 @@
-"""The discrete Gaussian: its law against exact probabilities, also where float64 cannot decide."""
+"""Integer noise: its laws against exact probabilities, also where float64 cannot decide."""
 
 import math
+import os
 from fractions import Fraction
 
 import numpy as np
@@ -12,43 +13,92 @@ from triplane.unified_ir.federated.privacy import secret
 scipy_stats = pytest.importorskip("scipy.stats")
 
 
-def probabilities(variance, widest):
-    x = np.arange(-widest, widest + 1)
+def discrete(x, variance):
     p = np.exp(-(x**2) / (2 * variance))
-    return x, p / p.sum()
+    return p / p.sum()
 
 
-def p_value(samples, variance):
+def rounded(x, variance):
+    # Differences of the tails, where those of the distribution would cancel.
+    upper = scipy_stats.norm.sf((np.abs(x) - 0.5) / math.sqrt(variance))
+    return upper - scipy_stats.norm.sf((np.abs(x) + 0.5) / math.sqrt(variance))
+
+
+def p_value(samples, law, variance):
     """Chi-square of the samples against the exact law; cells below 10 expected are joined."""
-    x, p = probabilities(variance, int(12 * math.sqrt(variance)) + 2)
-    observed = np.bincount(samples - x[0], minlength=len(x)).astype(float)
-    expected = p * len(samples)
+    widest = int(12 * math.sqrt(variance)) + 2
+    x = np.arange(-widest, widest + 1)
+    observed = np.bincount(samples + widest, minlength=len(x)).astype(float)
+    expected = law(x, variance) * len(samples)
     common = expected >= 10
-    tails = [observed[~common].sum(), expected[~common].sum()]
-    cells = np.append(observed[common], tails[0]), np.append(expected[common], tails[1])
-    keep = cells[1] > 0
-    statistic = ((cells[0] - cells[1])[keep] ** 2 / cells[1][keep]).sum()
-    return scipy_stats.chi2.sf(statistic, keep.sum() - 1)
+    observed = np.append(observed[common], observed[~common].sum())
+    expected = np.append(expected[common], expected[~common].sum())
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    return scipy_stats.chi2.sf(statistic, len(expected) - 1)
 
 
 @pytest.mark.parametrize("variance", [1, 2, 7, 100, 3000])
-def test_samples_have_the_exact_law(variance):
-    assert p_value(secret.discrete_gaussian(60_000, variance), variance) > 1e-6
+def test_discrete_samples_have_the_exact_law(variance):
+    samples = secret.discrete_gaussian(60_000, variance)
+    assert p_value(samples, discrete, variance) > 1e-6
+
+
+@pytest.mark.parametrize("std", [1.0, 1.5, 7.3, 60.0])
+def test_rounded_samples_have_the_exact_law(std):
+    samples = secret.rounded_gaussian(60_000, std)
+    assert p_value(samples, rounded, std**2) > 1e-6
 
 
 def test_a_wrong_law_would_be_noticed():
-    rounded = np.rint(np.random.default_rng(1).normal(0, 1, 60_000)).astype(np.int64)
-    assert p_value(rounded, 1) < 1e-6
+    assert p_value(secret.rounded_gaussian(60_000, 1.0), discrete, 1) < 1e-6
+    assert p_value(secret.discrete_gaussian(60_000, 1), rounded, 1) < 1e-6
+
+
+def test_samples_that_float64_cannot_round_have_the_exact_law(monkeypatch):
+    monkeypatch.setattr(secret, "ROUND_OFF", 10.0)
+    calls = []
+    exact = secret._round
+
+    def counting(k, j, std):
+        calls.append(k)
+        return exact(k, j, std)
+
+    monkeypatch.setattr(secret, "_round", counting)
+    samples = secret.rounded_gaussian(3_000, 1.5)
+    assert len(calls) > 2_900
+    assert p_value(samples, rounded, 2.25) > 1e-6
+
+
+def test_exact_rounding_agrees_with_float64_where_that_decides():
+    k, j = secret._bits(300, 52), secret._bits(300, 52)
+    u, v = (k + 0.5) * 2.0**-52, (j + 0.5) * 2.0**-52
+    x = 1000 * np.sqrt(-2 * np.log(u)) * np.cos(2 * np.pi * v)
+    clear = np.abs(x - np.floor(x) - 0.5) > 1e-9
+    exact = [secret._round(int(a), int(b), 1000.0) for a, b in zip(k, j, strict=True)]
+    assert (np.array(exact)[clear] == np.rint(x)[clear]).all()
+    assert clear.sum() > 290
+
+
+def test_a_uniform_number_of_zeros_is_read_further(monkeypatch):
+    more = iter([0, 1 << 63, 1 << 62, 1 << 62])
+    monkeypatch.setattr(secret, "_more", lambda: next(more, 1 << 62))
+    # U is about 2^-117 after two readings: the radius is near 12.7.
+    assert 12 < abs(secret._round(0, 0, 1.0)) < 14
 
 
 def test_coins_that_float64_cannot_decide_have_the_exact_law(monkeypatch):
     monkeypatch.setattr(secret, "MARGIN", 1.0)
     decided = []
     decide = secret._decide
-    monkeypatch.setattr(secret, "_decide", lambda *a: decided.append(a) or decide(*a))
+
+    def counting(k, r):
+        decided.append(k)
+        return decide(k, r)
+
+    monkeypatch.setattr(secret, "_decide", counting)
     samples = secret.discrete_gaussian(2_000, 3)
     assert len(decided) > 2_000
-    assert p_value(samples, 3) > 1e-6
+    assert p_value(samples, discrete, 3) > 1e-6
 
 
 @pytest.mark.parametrize("r", [Fraction(0), Fraction(1, 3), Fraction(1), Fraction(7, 2)])
@@ -59,18 +109,21 @@ def test_a_decision_in_decimal_arithmetic_compares_with_exp(r):
 
 
 def test_an_underflowing_probability_is_not_taken_for_certainty(monkeypatch):
-    monkeypatch.setattr(secret, "_words", lambda n: np.zeros(n, np.uint64))
+    monkeypatch.setattr(secret, "_bits", lambda n, _size: np.zeros(n, np.int64))
     r = np.array([75.0, 900.0])
     exact = lambda i: Fraction(int(r[i]))
     # U begins with 60 zeros and a one, or with zeros as far as it is read.
-    monkeypatch.setattr(secret.os, "urandom", lambda n: b"\x01" * n)
+    monkeypatch.setattr(os, "urandom", lambda n: b"\x01" * n)
     assert secret._coins(r, exact).tolist() == [False, False]
-    monkeypatch.setattr(secret.os, "urandom", bytes)
+    monkeypatch.setattr(os, "urandom", bytes)
     assert secret._coins(r, exact).tolist() == [True, True]
 
 
-def test_large_samples_have_moments_of_a_gaussian():
-    samples = secret.discrete_gaussian(200_000, 2**52) / 2.0**26
+@pytest.mark.parametrize(
+    ("sampler", "size"), [(secret.discrete_gaussian, 2**52), (secret.rounded_gaussian, 2.0**26)]
+)
+def test_large_samples_have_the_law_of_a_gaussian(sampler, size):
+    samples = sampler(200_000, size) / 2.0**26
     n = len(samples)
     assert abs(samples.mean()) < 6 / math.sqrt(n)
     assert abs(samples.var() - 1) < 6 * math.sqrt(2 / n)
@@ -90,9 +143,16 @@ def test_each_call_draws_from_the_operating_system():
 
 def test_no_entries_are_no_samples():
     assert secret.discrete_gaussian(0, 5).shape == (0,)
+    assert secret.rounded_gaussian(0, 5.0).shape == (0,)
 
 
 @pytest.mark.parametrize("case", [(5, 0), (5, 2**52 + 1), (-1, 5)])
 def test_values_out_of_range_are_refused(case):
     with pytest.raises(InvalidInput, match="variance of 1 to 2\\^52"):
         secret.discrete_gaussian(*case)
+
+
+@pytest.mark.parametrize("case", [(5, 0.5), (5, math.nan), (5, 2.0**31), (-1, 5.0)])
+def test_deviations_out_of_range_are_refused(case):
+    with pytest.raises(InvalidInput, match=r"deviation of 1 to 2\^30"):
+        secret.rounded_gaussian(*case)

@@ -1,15 +1,23 @@
-"""Account for a whole run, or for all runs of a device, in Renyi differential privacy.
+"""Account for a whole run, or for all runs of a device.
 
-    eps(alpha) = sum_i n_i alpha / (2 z_i^2),   n_i uses with noise multiplier z_i
-    epsilon(delta) = min_alpha eps(alpha) + log(1 - 1/alpha) - log(delta alpha) / (alpha - 1)
+Uses i = 1, 2, ... of one device with noise multipliers z_i compose by m^2 = sum_i z_i^-2. If all of
+them add Gaussian noise, the curve of the composition is exactly that of one Gaussian mechanism
+(Balle and Wang 2018, arXiv 1805.06530, theorem 8; Dong, Roth and Su 2019, arXiv 1905.02383):
 
-Mironov 2017 (arXiv 1702.07476); the conversion is proposition 12 of Canonne, Kamath and Steinke
-2020 (arXiv 2004.00010). Composition is adaptive: a round may depend on all earlier results.
+    delta(epsilon) = F(m/2 - epsilon/m) - exp(epsilon) F(-m/2 - epsilon/m),   F: normal distribution
 
-No amplification by sampling: which devices are available is no Poisson sampling, so every use of a
-device is charged in full. Budgets are computed here and not by dp-accounting, so that a journal
-replays to the same decision whether the extra is installed or not; `epsilon` asks dp-accounting
-where it is installed, and tests hold both equal.
+Of sums of discrete noise only the Renyi divergences are bounded by those of a Gaussian. As soon as
+one of them is among the uses, all compose there (Mironov 2017, arXiv 1702.07476), with the
+conversion of Canonne, Kamath and Steinke 2020 (arXiv 2004.00010, proposition 12):
+
+    epsilon = min_a  a m^2 / 2 + log(1 - 1/a) - log(delta a) / (a - 1)
+
+Composition is fully adaptive in both cases. No amplification by sampling: devices take part when
+they are available, which is no Poisson sampling, so every use is charged in full.
+
+Budgets are computed here and never by dp-accounting, so that a journal replays to the same
+decisions whether the extra `privacy` is installed or not. Reports ask `epsilon`, which uses
+dp-accounting where it is installed; tests hold both equal.
 """
 
 from __future__ import annotations
@@ -22,93 +30,144 @@ from typing import Final
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.privacy import dp_accounting_door
 
+GAUSSIAN: Final = "gaussian"
+CONCENTRATED: Final = "concentrated"
+LAWS: Final = (GAUSSIAN, CONCENTRATED)
+"""What is known of a mechanism: it adds Gaussian noise, or its Renyi divergences are bounded so."""
 ORDERS: Final = tuple(1 + 2.0 ** (k / 16) for k in range(-48, 321))
-"""Renyi orders, from 1.125 to about a million, so close that the minimum is missed by 1e-4."""
+"""Renyi orders, from 1.125 to about a million, so close that the minimum is missed by 1e-3."""
 MAX_EPSILON: Final = 1e6
+MIN_MULTIPLIER: Final = 1e-3
+MAX_MULTIPLIER: Final = 1e6
 MAX_USES: Final = 10**9
 
 
 @dataclass(frozen=True, slots=True)
-class GaussianEvent:
-    """Uses of a mechanism whose Renyi divergences are at most alpha / (2 noise_multiplier^2).
+class NoiseEvent:
+    """Uses of one device by a mechanism with noise.
 
     noise_multiplier: standard deviation of the noise over the norm of one device's contribution.
-    sampling: what is claimed about who takes part; only "none" is accepted.
+    law: one of `LAWS`. sampling: what is claimed about who takes part; only "none" is accepted.
     """
 
     noise_multiplier: float
     uses: int = 1
+    law: str = GAUSSIAN
     sampling: str = "none"
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.noise_multiplier) and 1e-6 <= self.noise_multiplier <= 1e6):
-            raise InvalidInput(f"a noise multiplier is 1e-6 to 1e6, got {self.noise_multiplier}")
+        if not MIN_MULTIPLIER <= self.noise_multiplier <= MAX_MULTIPLIER:
+            raise InvalidInput(
+                f"a noise multiplier is {MIN_MULTIPLIER:g} to {MAX_MULTIPLIER:g}, got "
+                f"{self.noise_multiplier}"
+            )
         if not (type(self.uses) is int and 0 <= self.uses <= MAX_USES):
             raise InvalidInput(f"a mechanism is used 0 to {MAX_USES} times, got {self.uses!r}")
+        if self.law not in LAWS:
+            raise InvalidInput(f"noise is {' or '.join(LAWS)}, got {str(self.law)[:40]!r}")
         if self.sampling != "none":
             raise InvalidInput(
-                f"amplification by {self.sampling[:40]!r} sampling is not accounted: devices take "
-                "part when they are available, which is no Poisson sampling; charge each use in "
-                "full with sampling='none'"
+                f"amplification by {str(self.sampling)[:40]!r} sampling is not accounted: devices "
+                "take part when they are available, which is no Poisson sampling; charge each use "
+                "in full with sampling='none'"
             )
 
-    @property
-    def rho(self) -> float:
-        """The sum of 1 / (2 z^2): the divergence of order alpha is alpha times this."""
-        return self.uses / (2 * self.noise_multiplier**2)
+
+@dataclass(frozen=True, slots=True)
+class Spending:
+    """What uses of one device add up to: the sums of z^-2 by law.
+
+    gaussian, concentrated: at least 0 and finite; InvalidInput otherwise.
+    """
+
+    gaussian: float = 0.0
+    concentrated: float = 0.0
+
+    def __post_init__(self) -> None:
+        for value in (self.gaussian, self.concentrated):
+            if not 0 <= value < math.inf:
+                raise InvalidInput(f"what is spent is finite and at least 0, got {value}")
+
+    def plus(self, event: NoiseEvent) -> Spending:
+        """Return the sum with an event's uses."""
+        more = event.uses / event.noise_multiplier**2
+        if event.law == GAUSSIAN:
+            return Spending(self.gaussian + more, self.concentrated)
+        return Spending(self.gaussian, self.concentrated + more)
+
+    def epsilon(self, delta: float) -> float:
+        """Return the least epsilon at `delta` that is known for these uses."""
+        check_delta(delta)
+        if self.concentrated == 0:
+            return gaussian_epsilon(math.sqrt(self.gaussian), delta)
+        return concentrated_epsilon((self.gaussian + self.concentrated) / 2, delta)
 
 
-def rdp(events: Iterable[GaussianEvent]) -> tuple[float, ...]:
-    """Return the Renyi divergence of the composed events at each of `ORDERS`."""
-    rho = math.fsum(event.rho for event in events)
-    return tuple(order * rho for order in ORDERS)
+def spending(events: Iterable[NoiseEvent]) -> Spending:
+    """Return what all events together spend."""
+    total = Spending()
+    for event in events:
+        total = total.plus(event)
+    return total
 
 
-def epsilon(events: Iterable[GaussianEvent], delta: float) -> float:
+def epsilon(events: Iterable[NoiseEvent], delta: float) -> float:
     """Return the epsilon of the composed events at `delta`, by dp-accounting if it is installed."""
-    events = tuple(events)
+    total = spending(events)
     check_delta(delta)
-    if dp_accounting_door.installed():
-        pairs = [(event.noise_multiplier, event.uses) for event in events if event.uses]
-        return dp_accounting_door.epsilon(pairs, delta, ORDERS)
-    return epsilon_of_rdp(rdp(events), delta)
+    if not dp_accounting_door.installed():
+        return total.epsilon(delta)
+    if total.concentrated:
+        rho = (total.gaussian + total.concentrated) / 2
+        return dp_accounting_door.concentrated_epsilon(rho, delta, ORDERS)
+    return dp_accounting_door.gaussian_epsilon(math.sqrt(total.gaussian), delta)
 
 
-def epsilon_of_rdp(divergences: Iterable[float], delta: float) -> float:
-    """Return the least epsilon at `delta` that divergences at `ORDERS` imply; 0 if they are 0."""
+def gaussian_epsilon(m: float, delta: float) -> float:
+    """Return the epsilon of a Gaussian mechanism with noise multiplier 1/m; exact, rounded up."""
+    low, high = 0.0, 1.0
+    if m == 0 or gaussian_delta(0.0, m) <= delta:
+        return 0.0
+    while gaussian_delta(high, m) > delta:
+        high *= 2
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (middle, high) if gaussian_delta(middle, m) > delta else (low, middle)
+    return high
+
+
+def gaussian_delta(epsilon: float, m: float) -> float:
+    """Return the delta of a Gaussian mechanism with noise multiplier 1/m at `epsilon`."""
+    first, second = _normal(m / 2 - epsilon / m), _normal(-m / 2 - epsilon / m)
+    # Where exp(epsilon) overflows, the product is left out, which only enlarges delta.
+    return first - math.exp(epsilon) * second if epsilon < 700 else first
+
+
+def concentrated_epsilon(rho: float, delta: float) -> float:
+    """Return the epsilon at `delta` where the Renyi divergence of each order a is at most a rho."""
     least = math.inf
-    for order, value in zip(ORDERS, divergences, strict=True):
-        if delta**2 + math.expm1(-value) > 0:
-            # delta >= sqrt(1 - exp(-KL)) bounds the total variation distance (Bretagnolle, Huber).
+    for order in ORDERS:
+        if delta**2 + math.expm1(-order * rho) > 0:
+            # delta >= sqrt(1 - exp(-KL)) bounds the total variation (Bretagnolle and Huber 1979).
             return 0.0
-        bound = value + math.log1p(-1 / order) - math.log(delta * order) / (order - 1)
+        bound = order * rho + math.log1p(-1 / order) - math.log(delta * order) / (order - 1)
         least = min(least, bound)
     return max(0.0, least)
 
 
-def epsilon_of_rho(rho: float, delta: float) -> float:
-    """Return the epsilon at `delta` where the divergence of order alpha is alpha * rho."""
-    return epsilon_of_rdp((order * rho for order in ORDERS), delta)
-
-
-def noise_multiplier_for(epsilon: float, delta: float, uses: int) -> float:
-    """Return the least noise multiplier with which `uses` of a mechanism stay within epsilon."""
+def noise_multiplier_for(epsilon: float, delta: float, uses: int, *, law: str = GAUSSIAN) -> float:
+    """Return the least noise multiplier with which that many uses stay within epsilon."""
     check_epsilon(epsilon)
     check_delta(delta)
-    if not 1 <= uses <= MAX_USES:
-        raise InvalidInput(f"a mechanism is used 1 to {MAX_USES} times, got {uses}")
-    low, high = 1e-6, 1e6
-    if epsilon_of_rho(GaussianEvent(high, uses).rho, delta) > epsilon:
+    low, high = MIN_MULTIPLIER, MAX_MULTIPLIER
+    if _epsilon_of(NoiseEvent(high, uses, law), delta) > epsilon:
         raise InvalidInput(
-            f"no noise multiplier up to 1e6 keeps {uses} uses within epsilon {epsilon:g} at delta "
-            f"{delta:g}; raise epsilon or use devices less often"
+            f"no noise multiplier up to {high:g} keeps {uses} uses within epsilon {epsilon:g} at "
+            f"delta {delta:g}; raise epsilon or use devices less often"
         )
-    # Bisection to neighbouring floats; the upper end always stays within epsilon.
+    # Bisection to neighbouring floats. The upper end always stays within epsilon.
     while low < (middle := math.sqrt(low * high)) < high:
-        if epsilon_of_rho(GaussianEvent(middle, uses).rho, delta) > epsilon:
-            low = middle
-        else:
-            high = middle
+        within = _epsilon_of(NoiseEvent(middle, uses, law), delta) <= epsilon
+        low, high = (low, middle) if within else (middle, high)
     return high
 
 
@@ -119,9 +178,17 @@ def check_epsilon(epsilon: float) -> None:
 
 
 def check_delta(delta: float) -> None:
-    """Raise InvalidInput unless delta is in [1e-300, 1)."""
-    if not 1e-300 <= delta < 1:
+    """Raise InvalidInput unless delta is in [1e-100, 1)."""
+    if not 1e-100 <= delta < 1:
         raise InvalidInput(
-            f"delta is a probability of at least 1e-300 and below 1, usually below 1 over the "
-            f"number of devices, got {delta}"
+            "delta is a probability from 1e-100 to below 1, usually below 1 over the number of "
+            f"devices, got {delta}"
         )
+
+
+def _epsilon_of(event: NoiseEvent, delta: float) -> float:
+    return Spending().plus(event).epsilon(delta)
+
+
+def _normal(x: float) -> float:
+    return math.erfc(-x / math.sqrt(2)) / 2

@@ -15,10 +15,11 @@ from typing import Any, Final
 
 from triplane.proto.errors import Conflict, InvalidInput
 from triplane.unified_ir.federated.privacy.accountant import (
-    GaussianEvent,
+    GAUSSIAN,
+    NoiseEvent,
+    Spending,
     check_delta,
     check_epsilon,
-    epsilon_of_rho,
     noise_multiplier_for,
 )
 
@@ -31,13 +32,14 @@ MAX_NAME: Final = 200
 class RunBudget:
     """A run's target and the rounds charged to it.
 
-    noise_multiplier: of one use of a device. separation: rounds from one use of a device to its
-    next at least. most_uses: rounds that may use one device at most. rounds: charged so far.
+    noise_multiplier, law: of one use of a device. separation: rounds from one use of a device to
+    its next at least. most_uses: rounds that may use one device at most. rounds: charged so far.
     """
 
     epsilon: float
     delta: float
     noise_multiplier: float
+    law: str = GAUSSIAN
     separation: int = 1
     most_uses: int = MAX_ROUNDS
     rounds: int = 0
@@ -45,7 +47,7 @@ class RunBudget:
     def __post_init__(self) -> None:
         check_epsilon(self.epsilon)
         check_delta(self.delta)
-        GaussianEvent(self.noise_multiplier)
+        NoiseEvent(self.noise_multiplier, law=self.law)
         for name, least in (("separation", 1), ("most_uses", 1), ("rounds", 0)):
             _check_count(name, getattr(self, name), least, MAX_ROUNDS)
 
@@ -89,40 +91,43 @@ class RunBudget:
     @classmethod
     def from_json(cls, document: object) -> RunBudget:
         """Return the budget that `to_json` wrote; InvalidInput names what is wrong."""
-        names = ("epsilon", "delta", "noise_multiplier", "separation", "most_uses", "rounds")
-        fields = _fields(document, names)
-        return cls(*(_float(fields, name) for name in names[:3]), *(fields[n] for n in names[3:]))
+        fields = _fields(document, cls.__slots__)
+        numbers = {name: _float(fields, name) for name in cls.__slots__[:3]}
+        return cls(**{**fields, **numbers})
 
     def _after(self, rounds: int) -> float:
-        event = GaussianEvent(self.noise_multiplier, self.uses(rounds))
-        return epsilon_of_rho(event.rho, self.delta)
+        event = NoiseEvent(self.noise_multiplier, self.uses(rounds), self.law)
+        return Spending().plus(event).epsilon(self.delta)
 
 
 def run_budget(
-    epsilon: float, delta: float, rounds: int, *, separation: int = 1, most_uses: int = MAX_ROUNDS
+    epsilon: float,
+    delta: float,
+    rounds: int,
+    *,
+    law: str = GAUSSIAN,
+    separation: int = 1,
+    most_uses: int = MAX_ROUNDS,
 ) -> RunBudget:
     """Return a budget with the least noise multiplier for which `rounds` rounds fit."""
     for name, value in (("rounds", rounds), ("separation", separation), ("most_uses", most_uses)):
         _check_count(name, value, 1, MAX_ROUNDS)
     uses = min(most_uses, math.ceil(rounds / separation))
-    multiplier = noise_multiplier_for(epsilon, delta, uses)
-    return RunBudget(epsilon, delta, multiplier, separation, most_uses)
+    multiplier = noise_multiplier_for(epsilon, delta, uses, law=law)
+    return RunBudget(epsilon, delta, multiplier, law, separation, most_uses)
 
 
 @dataclass(frozen=True, slots=True)
 class RunCharges:
-    """What one run cost a device: the sum of its events' rho, and the last round charged."""
+    """What one run cost a device, and the last round charged."""
 
-    rho: float
+    spending: Spending
     round: int
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceBudget:
-    """What a device may spend over all runs, and what each run cost it.
-
-    Divergences add over runs at each Renyi order; each is its order times rho, so rho is kept.
-    """
+    """What a device may spend over all runs, and what each run cost it."""
 
     epsilon: float
     delta: float
@@ -138,13 +143,13 @@ class DeviceBudget:
     @property
     def spent(self) -> float:
         """Epsilon at the budget's delta, composed over all charges."""
-        return epsilon_of_rho(self._rho(), self.delta)
+        return self._total().epsilon(self.delta)
 
-    def fits(self, event: GaussianEvent) -> bool:
+    def fits(self, event: NoiseEvent) -> bool:
         """Whether the event stays within the budget."""
-        return epsilon_of_rho(self._rho(event.rho), self.delta) <= self.epsilon
+        return self._total().plus(event).epsilon(self.delta) <= self.epsilon
 
-    def charge(self, run: str, round_: int, event: GaussianEvent) -> DeviceBudget:
+    def charge(self, run: str, round_: int, event: NoiseEvent) -> DeviceBudget:
         """Return the budget with the device's use in that round; a repeat changes nothing.
 
         Conflict if it does not fit: the device declines the round. A device that was charged sends
@@ -152,22 +157,29 @@ class DeviceBudget:
         """
         _check_run(run)
         _check_count("round", round_, 1, MAX_ROUNDS)
-        before = self.runs.get(run, RunCharges(0.0, 0))
+        before = self.runs.get(run, RunCharges(Spending(), 0))
         if round_ <= before.round:
             return self
         if not self.fits(event):
-            after = epsilon_of_rho(self._rho(event.rho), self.delta)
+            after = self._total().plus(event).epsilon(self.delta)
             raise Conflict(
                 f"round {round_} of run {run!r} would spend epsilon {after:.6g} at delta "
                 f"{self.delta:g} over all runs, above this device's {self.epsilon:g}; "
                 f"{self.spent:.6g} is spent"
             )
-        charges = RunCharges(before.rho + event.rho, round_)
+        charges = RunCharges(before.spending.plus(event), round_)
         return replace(self, runs={**self.runs, run: charges})
 
     def to_json(self) -> dict[str, Any]:
-        """Return epsilon, delta and, for each run, its rho and last round."""
-        runs = {name: {"rho": c.rho, "round": c.round} for name, c in sorted(self.runs.items())}
+        """Return epsilon, delta and, for each run, what it spent by law and its last round."""
+        runs = {
+            name: {
+                "gaussian": charges.spending.gaussian,
+                "concentrated": charges.spending.concentrated,
+                "round": charges.round,
+            }
+            for name, charges in sorted(self.runs.items())
+        }
         return {"epsilon": self.epsilon, "delta": self.delta, "runs": runs}
 
     @classmethod
@@ -179,16 +191,17 @@ class DeviceBudget:
         runs = {_check_run(name): _charges(value) for name, value in fields["runs"].items()}
         return cls(_float(fields, "epsilon"), _float(fields, "delta"), runs)
 
-    def _rho(self, more: float = 0.0) -> float:
-        return math.fsum([*(charges.rho for charges in self.runs.values()), more])
+    def _total(self) -> Spending:
+        spent = [charges.spending for charges in self.runs.values()]
+        return Spending(
+            math.fsum(s.gaussian for s in spent), math.fsum(s.concentrated for s in spent)
+        )
 
 
 def _charges(document: object) -> RunCharges:
-    fields = _fields(document, ("rho", "round"))
-    rho = _float(fields, "rho")
-    if not 0 <= rho < math.inf:
-        raise InvalidInput(f"the rho of a run's charges is finite and at least 0, got {rho}")
-    return RunCharges(rho, _check_count("round", fields["round"], 1, MAX_ROUNDS))
+    fields = _fields(document, ("gaussian", "concentrated", "round"))
+    spent = Spending(_float(fields, "gaussian"), _float(fields, "concentrated"))
+    return RunCharges(spent, _check_count("round", fields["round"], 1, MAX_ROUNDS))
 
 
 def _fields(document: object, names: tuple[str, ...]) -> dict[str, Any]:

@@ -9,11 +9,11 @@ what k uses of a Gaussian mechanism with sensitivity |c| cost. One band is indep
 
 Everything happens on a grid of integers with an exact sampler, as this recurrence:
 
-    n_t = z_t - round(sum_{0 < j < bands} c_j n_{t-j}),      published:  round(sum_t) + n_t
+    n_t = round(z_t) - round(sum_{0 < j < bands} c_j n_{t-j}),    published:  round(sum_t) + n_t
 
-Conditioned on what was published before, z_t is a discrete Gaussian shifted by an integer, so the
-bound holds for adaptive rounds and without errors of floating point; what the two roundings add to
-a device's influence is charged.
+Conditioned on what was published before, a round publishes z_t shifted by an integer and rounded:
+post-processing of a Gaussian mechanism. So the account holds for adaptive rounds and has no errors
+of floating point; what the two roundings add to a device's influence is charged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.privacy import secret
-from triplane.unified_ir.federated.privacy.accountant import GaussianEvent
+from triplane.unified_ir.federated.privacy.accountant import NoiseEvent
 
 MAX_BANDS: Final = 1_000
 MAX_ENTRIES: Final = 2**32
@@ -121,11 +121,6 @@ class CentralNoise:
         return 2.0 ** math.floor(math.log2(self.std)) / GRID
 
     @property
-    def variance(self) -> int:
-        """Variance of z in steps squared."""
-        return math.ceil((self.std / self.step) ** 2)
-
-    @property
     def noise_multiplier(self) -> float:
         """Noise multiplier of one use: std / |c| / norm, less what rounding costs.
 
@@ -137,11 +132,11 @@ class CentralNoise:
         contribution = self.norm / self.step + rounding
         later = [c * contribution + rounding for c in coefficients(self.bands)[1:]]
         squares = math.fsum(shift * shift for shift in (contribution, *later))
-        return math.sqrt(self.variance / squares)
+        return self.std / self.step / math.sqrt(squares)
 
-    def event(self, uses: int) -> GaussianEvent:
+    def event(self, uses: int = 1) -> NoiseEvent:
         """Return what `uses` of one device cost it, at least `bands` rounds apart."""
-        return GaussianEvent(self.noise_multiplier, uses)
+        return NoiseEvent(self.noise_multiplier, uses)
 
     def draw(self, past: Sequence[secret.Integers]) -> secret.Integers:
         """Return the noise of the next round in steps: (entries,) int64.
@@ -156,11 +151,11 @@ class CentralNoise:
         """
         if any(n.shape != (self.entries,) or n.dtype != np.int64 for n in past):
             raise InvalidInput(f"earlier noise is int64 with {self.entries} entries")
-        noise = secret.discrete_gaussian(self.entries, self.variance)
+        noise = secret.rounded_gaussian(self.entries, self.std / self.step)
         taken_back = np.zeros(self.entries)
         for c, earlier in zip(coefficients(self.bands)[1:], past, strict=False):
             taken_back += c * earlier
-        return noise - np.rint(taken_back).astype(np.int64)
+        return np.asarray(noise - np.rint(taken_back).astype(np.int64))
 
     def add(self, total: Array, noise: secret.Integers) -> Array:
         """Return the sum with noise, (entries,) float64: rounded to the grid, then shifted.

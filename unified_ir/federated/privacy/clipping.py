@@ -110,7 +110,7 @@ class AdaptiveNorm:
                 f"{self.bit_noise:g} and {noise_multiplier:g}; a twentieth of the devices of a "
                 "round is usual, so ask more devices or lower the noise multiplier"
             )
-        return (noise_multiplier**-2 - (2 * self.bit_noise) ** -2) ** -0.5
+        return 1 / math.sqrt(noise_multiplier**-2 - (2 * self.bit_noise) ** -2)
 
 
 def _sum_of_squares(x: Array, name: str) -> float:
@@ -119,7 +119,7 @@ def _sum_of_squares(x: Array, name: str) -> float:
     flat = x.reshape(-1)
     parts = (flat[at : at + CHUNK].astype(np.float64) for at in range(0, flat.size, CHUNK))
     with np.errstate(over="ignore", invalid="ignore"):
-        total = sum(float(np.dot(part, part)) for part in parts)
+        total = sum((float(np.dot(part, part)) for part in parts), 0.0)
     if not math.isfinite(total):
         raise InvalidInput(
             f"{name[:80]!r} has NaN, infinity or values whose squares overflow; it cannot be "

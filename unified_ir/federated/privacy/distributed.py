@@ -23,7 +23,7 @@ from typing import Final
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.privacy import secret
-from triplane.unified_ir.federated.privacy.accountant import GaussianEvent
+from triplane.unified_ir.federated.privacy.accountant import CONCENTRATED, NoiseEvent
 
 MIN_VARIANCE: Final = 1
 """Least variance of one device's noise, in steps squared; the bound on the sum needs 1/4."""
@@ -87,11 +87,11 @@ class DistributedNoise:
     def noise_multiplier(self) -> float:
         """1/e: the sum has the Renyi divergences of a Gaussian with this multiplier, or less."""
         ratio, tau, d = self.norm / math.sqrt(self.honest * self.variance), self.tau, self.entries
-        return max((ratio**2 + 2 * tau * d) ** -0.5, 1 / (ratio + tau * math.sqrt(d)))
+        return 1 / min(math.sqrt(ratio**2 + 2 * tau * d), ratio + tau * math.sqrt(d))
 
-    def event(self, uses: int = 1) -> GaussianEvent:
+    def event(self, uses: int = 1) -> NoiseEvent:
         """Return what `uses` of one device cost it."""
-        return GaussianEvent(self.noise_multiplier, uses)
+        return NoiseEvent(self.noise_multiplier, uses, CONCENTRATED)
 
     def draw(self) -> secret.Integers:
         """Return one device's noise for one round, int64, from the operating system's generator.

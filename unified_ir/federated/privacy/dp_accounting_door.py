@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from triplane.proto.errors import MissingExtra
 
@@ -13,19 +14,25 @@ def installed() -> bool:
     return importlib.util.find_spec("dp_accounting") is not None
 
 
-def epsilon(gaussians: Iterable[tuple[float, int]], delta: float, orders: Sequence[float]) -> float:
-    """Return the epsilon at `delta` of Gaussian mechanisms by dp-accounting's Renyi accountant.
+def gaussian_epsilon(m: float, delta: float) -> float:
+    """Return the epsilon of a Gaussian mechanism with noise multiplier 1/m at `delta`."""
+    library = _library("Gaussian noise")
+    return float(library.get_epsilon_gaussian(1 / m, delta)) if m else 0.0
 
-    gaussians: noise multiplier and uses of each. MissingExtra if dp-accounting is not installed.
-    """
+
+def concentrated_epsilon(rho: float, delta: float, orders: Sequence[float]) -> float:
+    """Return the epsilon at `delta` of a mechanism with Renyi divergences order * rho."""
+    library = _library("concentrated privacy")
+    event = library.ZCDpEvent(rho)
+    return float(library.rdp.RdpAccountant(orders).compose(event).get_epsilon(delta))
+
+
+def _library(what: str) -> Any:
     try:
         import dp_accounting
     except ImportError as error:
         raise MissingExtra(
-            f"dp-accounting is not installed ({error}); it comes with: pip install "
-            "'triplane[privacy]'. Without it, the accountant of Triplane gives the same epsilon"
+            f"accounting for {what} by dp-accounting, which is not installed ({error}); it comes "
+            "with: pip install 'triplane[privacy]'"
         ) from error
-    accountant = dp_accounting.rdp.RdpAccountant(orders)
-    for multiplier, uses in gaussians:
-        accountant.compose(dp_accounting.GaussianDpEvent(multiplier), uses)
-    return float(accountant.get_epsilon(delta))
+    return dp_accounting
