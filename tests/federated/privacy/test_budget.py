@@ -2,10 +2,13 @@
 
 import json
 import math
+import random
+from dataclasses import replace
 
 import pytest
 
 from triplane.proto.errors import Conflict, InvalidInput
+from triplane.unified_ir.federated.privacy import secret
 from triplane.unified_ir.federated.privacy.accountant import (
     CONCENTRATED,
     NoiseEvent,
@@ -112,6 +115,61 @@ def test_a_budget_is_a_value():
         device.runs["a"] = RunCharges(Spending(), 0)  # type: ignore[index]
     assert through_json(device) == device
     assert through_json(run_budget(2.0, 1e-6, 10)) == run_budget(2.0, 1e-6, 10)
+
+
+class Crash(Exception):
+    """The process ends here."""
+
+
+class Ledger:
+    """A run that keeps its budget and noise in a store, and ends at any of its steps."""
+
+    def __init__(self, budget):
+        self.stored = json.dumps([budget.to_json(), None])
+        self.released = {}
+
+    def work(self, rounds, crashing):
+        document, noise = json.loads(self.stored)
+        budget = RunBudget.from_json(document)
+        while len(self.released) < rounds and (budget.fits() or noise is not None):
+            if noise is None:
+                crashing()
+                noise = secret.rounded_gaussian(1, 2.0**25).tolist()
+                budget = budget.charge(budget.rounds + 1)
+                crashing()
+                self.stored = json.dumps([budget.to_json(), noise])
+            crashing()
+            self.released.setdefault(budget.rounds, []).append(noise)
+            crashing()
+            noise = None
+            self.stored = json.dumps([budget.to_json(), noise])
+            crashing()
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_run_that_is_killed_anywhere_releases_what_it_charged_and_no_more(seed):
+    dice = random.Random(seed)
+
+    def crashing():
+        if dice.random() < 0.15:
+            raise Crash
+
+    budget = run_budget(3.0, 1e-5, 40, separation=4)
+    ledger = Ledger(budget)
+    kills = 0
+    while True:
+        try:
+            ledger.work(1000, crashing)
+            break
+        except Crash:
+            kills += 1
+    charged = RunBudget.from_json(json.loads(ledger.stored)[0])
+    assert kills > 5
+    assert sorted(ledger.released) == list(range(1, charged.rounds + 1))
+    # After a kill a round may be released again, with the same noise only.
+    assert all(noise == noises[0] for noises in ledger.released.values() for noise in noises)
+    assert charged.rounds == 40
+    assert charged.spent <= 3.0 < replace(charged, rounds=41).spent
 
 
 CHARGE = {"gaussian": 0.1, "concentrated": 0.0, "round": 1}

@@ -36,9 +36,9 @@ def test_a_clipped_update_is_within_the_norm_and_keeps_its_direction(a, b, norm)
 
 def test_the_norm_is_summed_in_float64_over_all_tensors():
     n = 3 * CHUNK + 5
-    update = {"w": np.full(n, 0.1, np.float32), "b": np.full(4, 3.0, np.float64)}
+    w, b = np.full(n, 0.1, np.float32), np.full(4, 3.0, np.float64)
     expected = math.sqrt(n * float(np.float32(0.1)) ** 2 + 36)
-    assert l2_norm(update) == pytest.approx(expected, rel=1e-14)
+    assert l2_norm({"w": w, "b": b}) == pytest.approx(expected, rel=1e-14)
 
 
 def test_half_precision_does_not_end_above_the_norm():

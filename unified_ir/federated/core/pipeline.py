@@ -38,7 +38,7 @@ WITHOUT: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
+class RowParameter:
     """A number of a row and its range. whole: it is an integer."""
 
     name: str
@@ -69,7 +69,7 @@ class PipelineRow:
     name: str
     stage: str
     summary: str
-    parameters: tuple[Parameter, ...] = ()
+    parameters: tuple[RowParameter, ...] = ()
     needs: Mapping[str, str] = field(default_factory=dict)
     refuses: Mapping[str, str] = field(default_factory=dict)
     unless: Mapping[str, str] = field(default_factory=dict)
@@ -114,11 +114,11 @@ _ROBUST: Final = {
     "noise-central": _NOISE_OF_SUMS,
     "noise-correlated": _NOISE_OF_SUMS,
 }
-_NORM: Final = Parameter("norm", 1e-6, 1e6)
-_MULTIPLIER: Final = Parameter("noise_multiplier", 1e-6, 1e6)
+_NORM: Final = RowParameter("norm", 1e-6, 1e6)
+_MULTIPLIER: Final = RowParameter("noise_multiplier", 1e-6, 1e6)
 
 
-def _robust(name: str, summary: str, *parameters: Parameter) -> PipelineRow:
+def _robust(name: str, summary: str, *parameters: RowParameter) -> PipelineRow:
     return PipelineRow(
         name, "aggregate", summary, parameters, refuses=_ROBUST, unless={"mask": "groups"}
     )
@@ -137,9 +137,9 @@ PIPELINE: Final[tuple[PipelineRow, ...]] = (
         "lets the norm follow a quantile of the updates' norms; its bits get noise and are charged",
         (
             _NORM,
-            Parameter("quantile", 0.01, 0.99),
-            Parameter("rate", 0.001, 1.0),
-            Parameter("bit_noise", 0.0, 1e6),
+            RowParameter("quantile", 0.01, 0.99),
+            RowParameter("rate", 0.001, 1.0),
+            RowParameter("bit_noise", 0.0, 1e6),
         ),
         refuses={
             "noise-correlated": "a round takes back noise of earlier rounds, which only fits if "
@@ -156,7 +156,7 @@ PIPELINE: Final[tuple[PipelineRow, ...]] = (
         "top-k",
         "compress",
         "the largest entries only, error feedback",
-        (Parameter("keep", 1e-6, 1.0),),
+        (RowParameter("keep", 1e-6, 1.0),),
         refuses={
             "mask": "masked updates are added entry by entry, and which entries a device picked "
             "would tell about its data; drop the compression"
@@ -174,7 +174,7 @@ PIPELINE: Final[tuple[PipelineRow, ...]] = (
         "noise-correlated",
         "noise",
         "the cloud adds noise that later rounds partly take back; devices rest between two uses",
-        (_MULTIPLIER, Parameter("separation", 2, 1000, whole=True)),
+        (_MULTIPLIER, RowParameter("separation", 2, 1000, whole=True)),
         needs=_CLIPPED,
         refuses={
             **_NOISY,
@@ -186,7 +186,7 @@ PIPELINE: Final[tuple[PipelineRow, ...]] = (
         "noise-distributed",
         "noise",
         "each device adds discrete noise to its masked integers, enough for the fewest honest ones",
-        (_MULTIPLIER, Parameter("honest", 2, 10_000, whole=True)),
+        (_MULTIPLIER, RowParameter("honest", 2, 10_000, whole=True)),
         needs={
             **_CLIPPED,
             "mask": "one device's share of the noise hides it only within a masked sum; add mask",
@@ -203,11 +203,11 @@ PIPELINE: Final[tuple[PipelineRow, ...]] = (
         "mask",
         "mask",
         "the cloud learns sums of updates only (SecAgg+)",
-        (Parameter("least_cohort", 3, 10_000, whole=True),),
+        (RowParameter("least_cohort", 3, 10_000, whole=True),),
     ),
     PipelineRow("by-examples", "weight", "updates count by the number of a device's examples"),
     _robust("median", "coordinate-wise median of updates"),
-    _robust("trimmed-mean", "mean without the extreme values", Parameter("trim", 0.0, 0.499)),
+    _robust("trimmed-mean", "mean without the extreme values", RowParameter("trim", 0.0, 0.499)),
     _robust("krum", "the update nearest to its neighbours"),
     _robust("multi-krum", "mean of the updates nearest to their neighbours"),
     _robust("bucketing", "a robust aggregate of means of random buckets"),
@@ -222,7 +222,7 @@ PIPELINE: Final[tuple[PipelineRow, ...]] = (
         "group-sums",
         "groups",
         "random groups of a cohort are masked apart; an aggregator sees their sums",
-        (Parameter("groups", 2, 1000, whole=True),),
+        (RowParameter("groups", 2, 1000, whole=True),),
         needs={
             "mask": "groups are masked apart; unmasked updates are grouped by bucketing",
             "aggregate": "sums of groups serve a robust aggregator; demand one, or drop group-sums",

@@ -96,7 +96,7 @@ def _rounded(n: int, std: float) -> Integers:
     samples = low.astype(np.int64)
     for i in np.flatnonzero((low != high) | (k == 0)):
         samples[i] = _round(int(k[i]), int(j[i]), std)
-    return samples
+    return np.asarray(samples)
 
 
 def _round(k: int, j: int, std: float) -> int:
@@ -162,7 +162,7 @@ def _discrete_laplace(tries: int, t: int) -> Integers:
     negative = (np.frombuffer(os.urandom(len(x)), np.uint8) & 1).astype(bool)
     # Without this, zero would come up twice, as 0 and as -0.
     keep = ~(negative & (x == 0))
-    return np.where(negative, -x, x)[keep]
+    return np.asarray(np.where(negative, -x, x)[keep])
 
 
 def _successes(n: int) -> Integers:
