@@ -125,6 +125,14 @@ def test_the_shift_that_an_observer_sees_is_within_the_charge(bands):
     assert (shift.astype(float) ** 2).sum() > 0.9 * charged
 
 
+def test_rounding_is_charged_in_every_round_that_a_use_reaches():
+    noise = CentralNoise(2.0**25, 2, 1.0, 4)
+    assert noise.step == 1.0
+    # Two entries' worth of rounding: 1 + 2 in its own round, (1 + 2) / 2 + 2 in the next one.
+    expected = 2.0**25 / math.hypot(3.0, 3.5)
+    assert expected * 0.998 < noise.noise_multiplier < expected
+
+
 def draws_behind(noise, sums, published):
     """The draws z_t of a run that published these values."""
     past: list[secret.Integers] = []

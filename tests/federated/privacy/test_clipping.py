@@ -47,6 +47,12 @@ def test_half_precision_does_not_end_above_the_norm():
     assert 0.99 < l2_norm(update) <= 1
 
 
+def test_an_update_above_the_norm_by_less_than_its_resolution_ends_below_it():
+    update = {"w": np.ones(4, np.float16)}
+    assert not clip(update, 2 * (1 - 1e-9))
+    assert 1.99 < l2_norm(update) < 2
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_values_that_are_not_finite_are_refused_by_name_and_left_alone(bad):
     update = {"a": np.ones(3), "w": np.array([1.0, bad])}

@@ -118,6 +118,9 @@ def test_a_sum_fits_its_modulus_with_the_stated_probability():
 def test_headroom_grows_with_devices_and_noise():
     bits = [DistributedNoise(v, 2, 50.0, 10**6).sum_bits(100, 127) for v in (1, 10**6)]
     assert bits == [15, 18]
+    # 140 sqrt(2 ln(2 entries / 1e-9)) is 916 and 1175.
+    tails = [DistributedNoise(140**2, 2, 50.0, n).sum_bits(1, 0) for n in (1, 10**6)]
+    assert tails == [11, 12]
 
 
 @pytest.mark.parametrize(

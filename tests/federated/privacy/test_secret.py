@@ -1,5 +1,6 @@
 """Integer noise: its laws against exact probabilities, also where float64 cannot decide."""
 
+import decimal
 import math
 import os
 from fractions import Fraction
@@ -79,6 +80,27 @@ def test_exact_rounding_agrees_with_float64_where_that_decides():
     assert clear.sum() > 290
 
 
+@pytest.mark.parametrize("size", [3, 6, 10, 20])
+def test_the_interval_of_a_sample_holds_all_that_its_bits_allow(size):
+    rng = np.random.default_rng(size)
+    for _ in range(60):
+        k, j = int(rng.integers(1, 2**size)), int(rng.integers(0, 2**size))
+        low, high = secret._interval(k, j, size, 5.0)
+        u = (k + np.append(rng.random(50), [0.0, 1 - 1e-12])) / 2**size
+        v = (j + np.append(rng.random(50), [1 - 1e-12, 0.0])) / 2**size
+        x = 5.0 * np.sqrt(-2 * np.log(u)) * np.cos(2 * np.pi * v)
+        assert float(low) <= x.min()
+        assert x.max() <= float(high)
+
+
+def test_the_lowest_uniform_number_is_never_decided_by_its_first_bits(monkeypatch):
+    j = int(math.acos(8 / math.sqrt(106 * math.log(2))) / (2 * math.pi) * 2**52)
+    bits = iter([np.zeros(1, np.int64), np.array([j])])
+    monkeypatch.setattr(secret, "_bits", lambda _n, _size: next(bits))
+    monkeypatch.setattr(secret, "_round", lambda _k, _j, _std: 77)
+    assert secret.rounded_gaussian(1, 1.0).tolist() == [77]
+
+
 def test_a_uniform_number_of_zeros_is_read_further(monkeypatch):
     more = iter([0, 1 << 63, 1 << 62, 1 << 62])
     monkeypatch.setattr(secret, "_more", lambda: next(more, 1 << 62))
@@ -106,6 +128,18 @@ def test_a_decision_in_decimal_arithmetic_compares_with_exp(r):
     edge = int(math.exp(-r) * 2**53)
     assert secret._decide(edge - 10, r)
     assert not secret._decide(edge + 10, r) or r == 0
+
+
+def test_a_decision_waits_for_the_bits_that_differ(monkeypatch):
+    r = Fraction(1, 3)
+    with decimal.localcontext(prec=80):
+        p = (-decimal.Decimal(1) / 3).exp()
+        first, both = int(p * 2**53), int(p * 2**117)
+    for last, below in ((0, True), (2**64 - 1, False)):
+        more = iter([both - (first << 64), last])
+        monkeypatch.setattr(secret, "_more", more.__next__)
+        assert secret._decide(first, r) is below
+        assert next(more, None) is None
 
 
 def test_an_underflowing_probability_is_not_taken_for_certainty(monkeypatch):

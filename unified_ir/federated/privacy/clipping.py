@@ -47,9 +47,11 @@ def clip(update: Mapping[str, Array], norm: float) -> bool:
     check_norm(norm)
     if (size := l2_norm(update)) <= norm:
         return True
+    margin = 2.0**-24
     while size > norm:
-        # Rounding to the tensors' type may leave the norm above the bound by an ulp.
-        factor = norm / size * (1 - 2.0**-23)
+        # Rounding to the tensors' type may leave the norm above the bound, or change nothing.
+        margin *= 2
+        factor = norm / size * (1 - margin)
         for x in update.values():
             np.multiply(x, factor, out=x, casting="same_kind")
         size = l2_norm(update)

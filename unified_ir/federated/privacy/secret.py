@@ -104,17 +104,24 @@ def _round(k: int, j: int, std: float) -> int:
     size = 52
     while True:
         k, j, size = (k << 64) | _more(), (j << 64) | _more(), size + 64
-        if k == 0:
-            continue
-        with decimal.localcontext(prec=size // 3 + 40):
-            half = Decimal(2) ** -(size + 1)
-            u, v = (2 * k + 1) * half, (2 * j + 1) * half
-            radius = (-2 * u.ln()).sqrt()
-            x = Decimal(std) * radius * _cosine(2 * _pi() * v)
-            error = Decimal(std) * (8 * radius + 4 / (u * radius)) * half
-            low = (x - error).to_integral_value(decimal.ROUND_HALF_EVEN)
-            if low == (x + error).to_integral_value(decimal.ROUND_HALF_EVEN):
+        if k:
+            low, high = (end.to_integral_value() for end in _interval(k, j, size, std))
+            if low == high:
                 return int(low)
+
+
+def _interval(k: int, j: int, size: int, std: float) -> tuple[Decimal, Decimal]:
+    """Return bounds of the sample where U and V begin with the `size` bits of k > 0 and of j.
+
+    The half-width is at most 2 pi radius + 2 / (u radius) times that of U and V.
+    """
+    with decimal.localcontext(prec=size // 3 + 40):
+        half = Decimal(2) ** -(size + 1)
+        u, v = (2 * k + 1) * half, (2 * j + 1) * half
+        radius = (-2 * u.ln()).sqrt()
+        x = Decimal(std) * radius * _cosine(2 * _pi() * v)
+        error = Decimal(std) * (8 * radius + 4 / (u * radius)) * half
+        return x - error, x + error
 
 
 def _pi() -> Decimal:
