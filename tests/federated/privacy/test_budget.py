@@ -13,7 +13,7 @@ from triplane.unified_ir.federated.privacy.accountant import (
     CONCENTRATED,
     NoiseEvent,
     Spending,
-    epsilon,
+    spending,
 )
 from triplane.unified_ir.federated.privacy.budget import (
     DeviceBudget,
@@ -37,7 +37,7 @@ def test_a_run_stops_after_the_rounds_that_it_was_sized_for():
     with pytest.raises(Conflict, match=r"round 58 would spend epsilon 4\.\d+ .* above the run's 4"):
         budget.charge(58)
     assert budget.spent == pytest.approx(
-        epsilon([NoiseEvent(budget.noise_multiplier, 57)], 1e-5), rel=1e-9
+        spending([NoiseEvent(budget.noise_multiplier, 57)]).epsilon(1e-5), rel=1e-9
     )
 
 
@@ -77,8 +77,8 @@ def test_a_device_declines_before_its_budget_is_passed():
         run, round_ = f"run {used % 3}", used + 1
         device, used = through_json(device.charge(run, round_, event)), used + 1
     assert used > 5
-    assert device.spent <= 3.0 < epsilon([NoiseEvent(5.0, used + 1)], 1e-6)
-    assert device.spent == pytest.approx(epsilon([NoiseEvent(5.0, used)], 1e-6), rel=1e-9)
+    assert device.spent <= 3.0 < spending([NoiseEvent(5.0, used + 1)]).epsilon(1e-6)
+    assert device.spent == pytest.approx(spending([NoiseEvent(5.0, used)]).epsilon(1e-6), rel=1e-9)
     with pytest.raises(Conflict, match="above this device's 3"):
         device.charge("run 9", 1, event)
 
@@ -96,7 +96,7 @@ def test_runs_with_different_noise_compose():
     for round_ in range(1, 6):
         device = device.charge("a", round_, NoiseEvent(2.0))
         device = device.charge("b", round_, NoiseEvent(3.0))
-    expected = epsilon([NoiseEvent(2.0, 5), NoiseEvent(3.0, 5)], 1e-6)
+    expected = spending([NoiseEvent(2.0, 5), NoiseEvent(3.0, 5)]).epsilon(1e-6)
     assert device.spent == pytest.approx(expected, rel=1e-9)
 
 
@@ -105,7 +105,7 @@ def test_discrete_noise_costs_a_little_more_and_composes_with_gaussian_noise():
     assert exact.noise_multiplier < bounded.noise_multiplier < 1.15 * exact.noise_multiplier
     device = DeviceBudget(50.0, 1e-6).charge("a", 1, NoiseEvent(2.0))
     device = device.charge("b", 1, NoiseEvent(2.0, 3, CONCENTRATED))
-    assert device.spent == pytest.approx(epsilon([NoiseEvent(2.0, 4, CONCENTRATED)], 1e-6))
+    assert device.spent == pytest.approx(spending([NoiseEvent(2.0, 4, CONCENTRATED)]).epsilon(1e-6))
     assert through_json(device) == device
 
 

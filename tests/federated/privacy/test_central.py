@@ -7,7 +7,7 @@ import pytest
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.privacy import secret
-from triplane.unified_ir.federated.privacy.accountant import epsilon
+from triplane.unified_ir.federated.privacy.accountant import spending
 from triplane.unified_ir.federated.privacy.central import (
     CentralNoise,
     central_noise,
@@ -84,7 +84,7 @@ def test_at_equal_epsilon_the_error_is_2_4_times_smaller_as_measured(entries, ma
     norm = 1.0
     independent = central_noise(4.0, norm=norm, entries=entries)
     banded = central_noise(4.0, norm=norm, entries=entries, bands=10)
-    spent = [epsilon([noise.event(20)], 1e-5) for noise in (independent, banded)]
+    spent = [spending([noise.event(20)]).epsilon(1e-5) for noise in (independent, banded)]
     assert spent[0] == pytest.approx(spent[1], rel=1e-5)
     gain = rms_of_prefix_sums(independent, 200) / rms_of_prefix_sums(banded, 200)
     assert gain == pytest.approx(2.47, rel=margin)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.federated.privacy.accountant import NoiseEvent, epsilon
+from triplane.unified_ir.federated.privacy.accountant import NoiseEvent, spending
 from triplane.unified_ir.federated.privacy.clipping import CHUNK, AdaptiveNorm, clip, l2_norm
 
 floats = st.floats(-(2.0**100), 2.0**100, width=32)
@@ -107,8 +107,8 @@ def test_updates_and_bits_together_cost_the_target(z, sigma_b):
     """Theorem 1 of the paper; both sums are Gaussian mechanisms on the same devices."""
     multiplier = AdaptiveNorm(1.0, bit_noise=sigma_b).update_multiplier(z)
     assert multiplier > z
-    apart = epsilon([NoiseEvent(multiplier, 7), NoiseEvent(2 * sigma_b, 7)], 1e-5)
-    assert apart == pytest.approx(epsilon([NoiseEvent(z, 7)], 1e-5), rel=1e-9)
+    apart = spending([NoiseEvent(multiplier, 7), NoiseEvent(2 * sigma_b, 7)]).epsilon(1e-5)
+    assert apart == pytest.approx(spending([NoiseEvent(z, 7)]).epsilon(1e-5), rel=1e-9)
 
 
 @pytest.mark.parametrize("sigma_b", [0.0, 0.4, 0.5])

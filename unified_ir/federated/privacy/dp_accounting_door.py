@@ -16,8 +16,9 @@ def installed() -> bool:
 
 def gaussian_epsilon(m: float, delta: float) -> float:
     """Return the epsilon of a Gaussian mechanism with noise multiplier 1/m at `delta`."""
-    library = _library("Gaussian noise")
-    return float(library.get_epsilon_gaussian(1 / m, delta)) if m else 0.0
+    if m == 0:
+        return 0.0
+    return float(_library("Gaussian noise").get_epsilon_gaussian(1 / m, delta))
 
 
 def concentrated_epsilon(rho: float, delta: float, orders: Sequence[float]) -> float:
