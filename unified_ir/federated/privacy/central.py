@@ -86,8 +86,8 @@ def check_population(population: int, devices: int, separation: int) -> None:
     if population < devices * separation:
         raise InvalidInput(
             f"{devices} devices a round that rest until {separation} rounds later need "
-            f"{devices * separation} devices, the population has {population}; ask fewer devices, "
-            f"or use a separation of at most {population // devices}"
+            f"{devices * separation} devices, the population has {population}; ask at most "
+            f"{population // separation} devices a round, or shorten the separation"
         )
 
 
