@@ -211,6 +211,7 @@ def test_damaged_budgets_of_runs_are_refused(change):
         {"runs": {"a" * 201: CHARGE}},
         {"runs": {"a": CHARGE | {"gaussian": -0.1}}},
         {"runs": {"a": CHARGE | {"concentrated": math.inf}}},
+        {"runs": {"a": CHARGE | {"gaussian": 1e308}, "b": CHARGE | {"gaussian": 1e308}}},
         {"runs": {"a": CHARGE | {"round": 0}}},
         {"runs": {"a": {"round": 1}}},
         {"runs": {"a": 3}},
