@@ -101,6 +101,19 @@ def test_rounding_meets_its_bound_as_often_as_stated():
     assert np.mean(np.array(norms) <= bound) >= 1 - beta
 
 
+@pytest.mark.parametrize(
+    ("devices", "largest", "failure"),
+    [(0, 1, 1e-9), (2**63, 1, 1e-9), (1, 2**63, 1e-9), (1, -1, 1e-9), (1, 1, 0.0), (1, 1, 1.0)],
+)
+def test_sums_of_impossible_size_are_refused(devices, largest, failure):
+    with pytest.raises(InvalidInput, match="a sum has 1 to"):
+        DistributedNoise(4, 2, 1.0, 3).sum_bits(devices, largest, failure=failure)
+
+
+def test_the_least_probability_of_failure_is_counted_in_logarithms():
+    assert DistributedNoise(4, 2, 1.0, 3).sum_bits(1, 0, failure=5e-324) == 8
+
+
 @pytest.mark.parametrize("case", [(1e200, 1), (math.nan, 1), (0.0, 1), (1.0, 0), (1.0, 10**400)])
 def test_norms_that_cannot_be_rounded_are_refused(case):
     with pytest.raises(InvalidInput, match="a rounded norm needs"):

@@ -117,12 +117,14 @@ class DistributedNoise:
         that any entry of one sum wraps around, which spoils the sum and reveals nothing. A discrete
         Gaussian has the tails of a Gaussian: P[|noise| > x] <= 2 exp(-x^2 / (2 devices v)).
         """
-        if not (devices >= 1 and largest >= 0 and 0 < failure < 1):
+        most = 2**MAX_BITS
+        if not (1 <= devices <= most and 0 <= largest <= most and 0 < failure < 1):
             raise InvalidInput(
-                f"a sum has devices, entries of at least 0 and a probability of failure in (0, 1), "
-                f"got {devices}, {largest} and {failure}"
+                f"a sum has 1 to 2^{MAX_BITS} devices, entries of 0 to 2^{MAX_BITS} and a "
+                f"probability of failure in (0, 1), got {devices}, {largest} and {failure}"
             )
-        tail = math.sqrt(2 * devices * self.variance * math.log(2 * self.entries / failure))
+        chance = math.log(2 * self.entries) - math.log(failure)
+        tail = math.sqrt(2 * devices * self.variance * chance)
         bits = 1 + math.ceil(devices * largest + tail).bit_length()
         if bits > MAX_BITS:
             raise InvalidInput(f"a masked sum has at most {MAX_BITS} bits, this noise needs {bits}")
