@@ -22,8 +22,8 @@ from triplane.cloud.trust.keys import KeyFolder
 from triplane.cloud.trust.repository import KEPT_VERSIONS, MAX_OVERTAKEN
 from triplane.cloud.trust.roles import MAX_METADATA_BYTES, moment
 from triplane.cloud.trust.signing import renew, replace_keys
-from triplane.edge.agent.refusal import AttemptRefused
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound, TriplaneError
+from triplane.proto.signed.refusal import AttemptRefused
 from triplane.proto.targets import Policy, Rule
 
 PATH = "release/digits@1+ort-x64.bundle"

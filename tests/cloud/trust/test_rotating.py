@@ -7,8 +7,8 @@ from triplane.cloud.trust.keys import KeyFolder, read_public
 from triplane.cloud.trust.roles import ROLES
 from triplane.cloud.trust.rotating import Lists, rotate
 from triplane.cloud.trust.signing import renew, replace_keys
-from triplane.edge.agent.refusal import AttemptRefused
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
+from triplane.proto.signed.refusal import AttemptRefused
 from triplane.proto.targets import Rule
 
 PATH = "release/digits@1+ort-x64.bundle"

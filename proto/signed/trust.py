@@ -23,12 +23,12 @@ from typing import Final
 
 from tuf.api import exceptions as errors
 
-from triplane.edge.agent.explain import explain
-from triplane.edge.agent.metadata import Client, Fetcher, parsed, versions_in
-from triplane.edge.agent.policy import Admission, judge
-from triplane.edge.agent.refusal import AttemptRefused
 from triplane.proto.disk import OS_DISK, Disk, write_atomic
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, Unavailable
+from triplane.proto.signed.explain import explain
+from triplane.proto.signed.metadata import Client, Fetcher, parsed, versions_in
+from triplane.proto.signed.policy import Admission, judge
+from triplane.proto.signed.refusal import AttemptRefused
 from triplane.proto.targets import (
     POLICY_PATH,
     ROLES,

@@ -8,7 +8,7 @@ refused, each with its own kind.
 
 from dataclasses import dataclass
 
-from triplane.edge.agent.refusal import AttemptRefused
+from triplane.proto.signed.refusal import AttemptRefused
 from triplane.proto.targets import AUTO, Policy, Rule, SignedTarget, TargetName, in_share
 
 
