@@ -143,13 +143,13 @@ class FederatedClient:
         self._home.require_enrolled()
         return self._home.enrolled.name
 
-    def enrol(self, token: str, cloud: str) -> str:
+    def enrol(self, token: str, cloud: str, *, root: Path | None = None) -> str:
         """Become a device of the cloud whose enrolment port is at `cloud`.
 
         Return the name of the device; see `enrolling.enrol`. The key is generated here and never
         leaves the home.
         """
-        return enrol(self._home, self.settings, token, cloud).name
+        return enrol(self._home, self.settings, token, cloud, root).name
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Take part in runs until `stop`. Call it from one thread. ready: called at its begin."""

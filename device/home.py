@@ -2,7 +2,8 @@
 
 identity/      key and certificate          plans/     plans and states by SHA-256
 personal/      what never leaves            pending/   updates that were not settled yet
-device.json    settings                     lock       held by the one process that uses it
+trust/         signed metadata              lock       held by the one process that uses it
+device.json    settings
 """
 
 import contextlib
@@ -31,6 +32,8 @@ POPULATION: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 RENEWAL_S: Final = 60.0
 CHILD_ENDS_S: Final = 10.0
 """Longest wait for the child of a killed device to end."""
+BOOTSTRAP: Final = "bootstrap.json"
+"""The first root, as `proto/signed/trust.py` stores it; it is not imported here for its size."""
 TEMPORARY: Final = ".*.tmp"
 """Pattern of temporary files, which a killed process may leave."""
 FORM: Final[Mapping[str, str]] = {
@@ -166,12 +169,18 @@ class DeviceHome(MachineHome[DeviceSettings]):
         self.personal = self.path / "personal"
         self.pending = self.path / "pending"
         self.model = self.personal / "model"
+        self.trust = self.path / "trust"
         self.enrolled_file = self.path / "enrolled.json"
         self.session_file = self.path / "session.json"
 
     def make(self) -> None:
         """Make the folders; only this user may enter."""
-        self.make_folders(self.plans, self.personal, self.pending)
+        self.make_folders(self.plans, self.personal, self.pending, self.trust)
+
+    @property
+    def has_root(self) -> bool:
+        """Whether the home has a first root of signed metadata, from its enrolment."""
+        return (self.trust / BOOTSTRAP).is_file()
 
     @property
     def enrolled(self) -> DeviceIdentity:
