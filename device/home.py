@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, Final
 from triplane.proto.disk import OS_DISK, AppendFile, lock_file, write_atomic
 from triplane.proto.errors import Conflict, InvalidInput, Unavailable
 from triplane.proto.machine_home import MachineHome
+from triplane.proto.plan_statement import Least
 from triplane.unified_ir.federated.core.defaults import HELD_OUT
 
 DEFAULT_HOME: Final = "~/.triplane/device"
@@ -56,6 +57,9 @@ class DeviceSettings:
     max_disk_bytes: limit for all plans and states; max_blob_bytes: limit for each of them.
     max_memory_bytes, max_cpu_s: limits of one task beyond what the process takes without it, 0 for
     none; they apply if tasks run in a child process. max_cpu_s limits the sum over all threads.
+    least_devices, least_batch, least_steps: smallest rounds that the device takes part in, beyond
+    what a plan's signature demands. algorithms: the only ones that it runs, if there are any.
+    plans_by_people: run no plan that only the cloud's key has signed, within the policy.
     """
 
     population: str = "default"
@@ -68,9 +72,14 @@ class DeviceSettings:
     max_blob_bytes: int = 1 << 30
     max_memory_bytes: int = 4 << 30
     max_cpu_s: float = 3600.0 * (os.cpu_count() or 1)
+    least_devices: int = 1
+    least_batch: int = 1
+    least_steps: int = 1
+    algorithms: tuple[str, ...] = ()
+    plans_by_people: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("x", "y"):
+        for name in ("x", "y", "algorithms"):
             choices = getattr(self, name)
             if isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
                 object.__setattr__(self, name, tuple(choices))  # JSON has lists
@@ -92,8 +101,14 @@ class DeviceSettings:
                 "max_memory_bytes and max_cpu_s are positive, or 0 for no limit, got "
                 f"{self.max_memory_bytes} and {self.max_cpu_s}"
             )
+        _ = self.least  # raises InvalidInput
         if not (math.isfinite(self.held_out) and 0 <= self.held_out < 1):
             raise InvalidInput(f"held_out must be a share in [0, 1), got {self.held_out}")
+
+    @property
+    def least(self) -> Least:
+        """The smallest round that the device takes part in."""
+        return Least(self.least_devices, self.least_batch, self.least_steps)
 
     def but(
         self,

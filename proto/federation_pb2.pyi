@@ -866,6 +866,7 @@ class Task(_message.Message):
     FLOWER_FIELD_NUMBER: _builtins.int
     INLINE_STATE_FIELD_NUMBER: _builtins.int
     INLINE_BYTES_FIELD_NUMBER: _builtins.int
+    COHORT_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     round: _builtins.int
     lease: _builtins.bytes
@@ -877,6 +878,8 @@ class Task(_message.Message):
     """The bytes of `state` if it is small; otherwise it is downloaded."""
     inline_bytes: _builtins.int
     """Largest update, in bytes, that is sent in its contribution; 0: every update is uploaded."""
+    cohort: _builtins.int
+    """Fewest updates of which the next state is computed; 0 from clouds of earlier releases."""
     @_builtins.property
     def plan(self) -> Global___Blob:
         """A plan file, the same for the whole run."""
@@ -915,10 +918,11 @@ class Task(_message.Message):
         flower: Global___Blob | None = ...,
         inline_state: _builtins.bytes = ...,
         inline_bytes: _builtins.int = ...,
+        cohort: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["evaluate", b"evaluate", "flower", b"flower", "learn", b"learn", "plan", b"plan", "sampling", b"sampling", "state", b"state", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "evaluate", b"evaluate", "flower", b"flower", "inline_bytes", b"inline_bytes", "inline_state", b"inline_state", "learn", b"learn", "lease", b"lease", "plan", b"plan", "round", b"round", "run", b"run", "sampling", b"sampling", "seed", b"seed", "state", b"state", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cohort", b"cohort", "deadline_s", b"deadline_s", "evaluate", b"evaluate", "flower", b"flower", "inline_bytes", b"inline_bytes", "inline_state", b"inline_state", "learn", b"learn", "lease", b"lease", "plan", b"plan", "round", b"round", "run", b"run", "sampling", b"sampling", "seed", b"seed", "state", b"state", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_work: _TypeAlias = _typing.Literal["learn", "evaluate", "flower"]  # noqa: Y015
     _WhichOneofArgType_work: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015

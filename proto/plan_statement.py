@@ -9,7 +9,7 @@ parse both with the functions here, so that no input can be read in two ways.
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final
@@ -219,7 +219,7 @@ def _numbers(text: Any) -> dict[str, float] | None:
     return numbers if is_fine else None
 
 
-_CHECKS: Final = {
+_CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "model": _is_name,
     "version": lambda x: is_count(x, 1, 999_999_999),
     "model_digest": is_hex_digest,

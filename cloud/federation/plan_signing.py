@@ -38,8 +38,9 @@ from triplane.proto import federation_pb2 as pb
 from triplane.proto.blobs import BlobFolder
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput
 from triplane.proto.hyperparameters import set_values, values_of
-from triplane.proto.plan_statement import PLANS, Least, PlanStatement
+from triplane.proto.plan_statement import Least, PlanStatement
 from triplane.proto.registry_pb2 import Version
+from triplane.proto.signed_fields import PLANS
 from triplane.proto.targets import SignedTarget, plan_target, read_target
 from triplane.unified_ir.files.container import Container
 

@@ -51,8 +51,8 @@ from triplane.proto.plan_statement import (
     PlanStatement,
     is_plan,
 )
+from triplane.proto.signed_fields import AUTO
 from triplane.proto.targets import (
-    AUTO,
     POLICY_PATH,
     Policy,
     SignedTarget,

@@ -32,14 +32,8 @@ from triplane.cloud.trust.roles import ROLES, expiry, parse
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 from triplane.proto.plan_statement import PLAN_POLICY_PATH, PlanPolicy
 from triplane.proto.registry_pb2 import Bundle, Version
-from triplane.proto.targets import (
-    POLICY_PATH,
-    RELEASE,
-    Policy,
-    SignedTarget,
-    TargetName,
-    read_target,
-)
+from triplane.proto.signed_fields import RELEASE
+from triplane.proto.targets import POLICY_PATH, Policy, SignedTarget, TargetName, read_target
 
 MAX_TRIES: Final = 20
 """Attempts at one signature while others sign at the same time; checks are not repeated."""

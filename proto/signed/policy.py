@@ -9,7 +9,8 @@ refused, each with its own kind.
 from dataclasses import dataclass
 
 from triplane.proto.signed.refusal import AttemptRefused
-from triplane.proto.targets import AUTO, Policy, Rule, SignedTarget, TargetName, in_share
+from triplane.proto.signed_fields import AUTO
+from triplane.proto.targets import Policy, Rule, SignedTarget, TargetName, in_share
 
 
 @dataclass(frozen=True, slots=True)
