@@ -116,7 +116,7 @@ class PlanSignatures:
             except Conflict as error:
                 return (
                     f"waits for a signature of its plan: {error}. With the offline folder: "
-                    f"triplane federate sign {run} --keys DIR, or triplane cloud policy plans "
+                    f"triplane federate sign {run} --keys DIR, or triplane cloud policy set-plans "
                     f"{Reference.parse(spec.model).model} --keys DIR for this and later runs"
                 )
         _check_size(spec, signed.statement.least)
