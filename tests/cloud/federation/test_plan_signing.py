@@ -15,7 +15,6 @@ from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import Corrupt, NotFound
 from triplane.proto.plan_statement import Least, PlanPolicy, PlanRule
 
-pytestmark = pytest.mark.slow
 ALL = PlanRule(("*",), ("*",))
 
 
@@ -75,6 +74,7 @@ async def signed(cloud, run_id, folder, **options):
     return await asyncio.to_thread(sign_plan, Source(cloud), spec, folder / "keys", **options)
 
 
+@pytest.mark.long
 def test_a_run_waits_for_the_signature_of_a_person(tmp_path):
     async def story(cloud, run_id):
         run = await until(cloud, run_id, waits)
@@ -97,6 +97,7 @@ def test_a_run_waits_for_the_signature_of_a_person(tmp_path):
     story_of(tmp_path, story)
 
 
+@pytest.mark.slow
 def test_a_policy_lets_the_clouds_key_sign(tmp_path):
     async def story(cloud, run_id):
         await until(cloud, run_id, waits)
@@ -116,6 +117,7 @@ def sign_policy(cloud, folder, rule):
     sign_plan_policy(cloud.repository, PlanPolicy({"tiny": rule}), folder / "keys")
 
 
+@pytest.mark.long
 def test_a_run_that_is_smaller_than_its_signed_plan_fails_with_the_reason(tmp_path):
     async def story(cloud, run_id):
         await until(cloud, run_id, waits)
@@ -126,6 +128,7 @@ def test_a_run_that_is_smaller_than_its_signed_plan_fails_with_the_reason(tmp_pa
     story_of(tmp_path, story)
 
 
+@pytest.mark.long
 def test_a_waiting_run_can_be_stopped_and_goes_on_after_a_signature(tmp_path):
     async def story(cloud, run_id):
         await until(cloud, run_id, waits)
@@ -138,6 +141,7 @@ def test_a_waiting_run_can_be_stopped_and_goes_on_after_a_signature(tmp_path):
     story_of(tmp_path, story)
 
 
+@pytest.mark.long
 def test_a_signer_refuses_a_plan_of_another_model_file_than_the_reviewed_one(tmp_path):
     async def story(cloud, run_id):
         with pytest.raises(Corrupt, match="as you expect"):
@@ -146,6 +150,7 @@ def test_a_signer_refuses_a_plan_of_another_model_file_than_the_reviewed_one(tmp
     story_of(tmp_path, story)
 
 
+@pytest.mark.long
 def test_a_run_waits_for_as_many_people_as_the_role_needs(tmp_path):
     """Both sign with the same options; the second makes the waiting plan again."""
 
@@ -169,6 +174,7 @@ def test_a_run_waits_for_as_many_people_as_the_role_needs(tmp_path):
     story_of(tmp_path, story, keys={"plans": 2}, thresholds={"plans": 2})
 
 
+@pytest.mark.long
 def test_a_folder_without_the_key_signs_nothing(tmp_path):
     async def story(cloud, run_id):
         (tmp_path / "keys" / "plans.pem").unlink()
