@@ -375,7 +375,7 @@ def policy_remove(cloud: Calls, *, model: str, keys: Path) -> Answer:
 @click.option(
     "--tensors", multiple=True, metavar="PATTERN",
     help="Names of tensors that may leave a device, * for any characters; repeatable.  "
-    "[default: the parameters of the version, and no buffer]",
+    "[default: of the version, its parameters and the statistics of batch normalization]",
 )  # fmt: skip
 @least_option("devices", "Fewest updates of which a round computes the next state.", 2)
 @least_option("batch", "Fewest samples in a step of a device.", 2)

@@ -23,6 +23,8 @@ from triplane.unified_ir.files.container import Container
 
 LEARNED_RATES: Final = "rate.*"
 """Pattern of the rates that Meta-SGD learns beside each parameter."""
+STATISTICS: Final = ("running_mean", "running_var")
+"""Last parts of the names of batch normalization's statistics, which are averages over batches."""
 PARAMETER: Final = "parameter"
 BUFFER: Final = "buffer"
 
@@ -88,18 +90,22 @@ def allow_plans(
     if left_out:
         lines.append(
             f"buffers that may not: {_some(left_out)}; a plan that shares them is refused. Allow "
-            "statistics by --tensors PATTERN, beside patterns of the parameters"
+            "them by --tensors PATTERN, beside patterns of the parameters"
         )
     return {"plans": plan_policy_record(policy)}, "\n".join(lines)
 
 
 def _parameters(remote: Remote, reference: str) -> tuple[tuple[str, ...], list[str]]:
-    """Return the names of a version's parameters as patterns, and the names of its buffers."""
+    """Return the names that may leave by default, as patterns, and those of other buffers.
+
+    They are parameters, and the statistics of batch normalization.
+    """
     version = remote.version(reference)
     tensors = Container(remote.blob(version.blob, version.size), kind="model").manifest.tensors
-    names = sorted(tensor.name for tensor in tensors if tensor.role == PARAMETER)
-    buffers = sorted(tensor.name for tensor in tensors if tensor.role == BUFFER)
-    return (*names, LEARNED_RATES), buffers
+    buffers = {tensor.name for tensor in tensors if tensor.role == BUFFER}
+    statistics = {name for name in buffers if name.rpartition(".")[2] in STATISTICS}
+    names = {tensor.name for tensor in tensors if tensor.role == PARAMETER} | statistics
+    return (*sorted(names), LEARNED_RATES), sorted(buffers - statistics)
 
 
 def forbid_plans(cloud: Calls, *, model: str, keys: Path) -> tuple[dict[str, Any], str]:
