@@ -91,7 +91,8 @@ def _first_version(stage: DemoStage, fleet: DemoFleet) -> None:
     fleet.ask("registry", "push", stage.file("question.tpm"), "--name", MODEL, "--target", TARGET)
     fleet.ask(
         "cloud", "policy", "set-plans", f"{MODEL}@1", "--algorithm", "fedavg", "--algorithm",
-        "maml", "--least-devices", LEAST_DEVICES, "--least-batch", "20", "--keys", fleet.offline_keys,
+        "maml", "--least-devices", LEAST_DEVICES, "--least-batch", "20", "--keys",
+        fleet.offline_keys,
     )  # fmt: skip
     stage.say(
         "   signed offline: devices run plans of this model only, and only in rounds of at least "

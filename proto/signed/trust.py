@@ -44,11 +44,13 @@ NODE_NAME: Final = "node-name"
 MAX_ROOT_BYTES: Final = 128 << 10
 CLOCK_TOLERANCE_S: Final = 60.0
 """Smaller steps back of the clock are not reported as incidents."""
-CONSEQUENCE: Final = {
-    "node": "the node goes on serving, but accepts no new version",
-    "device": "the device runs no plan",
+EXPIRED: Final = {
+    "node": "the node's metadata expired {} ago; the node goes on serving, but accepts no new "
+    "version until the cloud provides fresh metadata",
+    "device": "the device's metadata expired {} ago; it runs no plan until the cloud provides "
+    "fresh metadata",
 }
-"""What a machine does, by its kind, while its metadata has expired."""
+"""What a machine reports, by its kind, while its metadata has expired."""
 MAX_TIME_S: Final = 253_402_300_799.0  # the last second of the year 9999
 
 
@@ -310,8 +312,7 @@ class Trust:
         if self.now_s > ends:
             raise AttemptRefused(
                 "freeze",
-                f"the {self._machine}'s metadata expired {_ago(self.now_s - ends)} ago; "
-                f"{CONSEQUENCE[self._machine]} until the cloud provides fresh metadata",
+                EXPIRED[self._machine].format(_ago(self.now_s - ends)),
             )
         return self._client
 

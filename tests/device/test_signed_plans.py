@@ -4,10 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper
 from tests.device.stage import client_at, lease, serving, staged
 from tests.federated.core import plans
-from tests.runtime.graphs import model
 from tests.support.deadlines import within
 
 from triplane.device.home import DeviceHome, DeviceSettings
@@ -22,16 +20,6 @@ SHARD = plans.shard(held_out=6)
 SEEN = {"seen": np.zeros((20, 2), np.float32)}
 SHARED = ("*w", "bias")
 """Patterns of what an honest plan of `tests.federated.core.plans` shares."""
-
-
-def storing() -> bytes:
-    """`local_update` that learns nothing and keeps its batch in a buffer."""
-    nodes = [
-        helper.make_node("ReduceMean", ["y"], ["loss"], keepdims=0),
-        helper.make_node("Identity", ["x"], ["seen:next"]),
-    ]
-    inputs = {"seen": (20, 2), "x": (20, 2), "y": ("N", 1)}
-    return model(nodes, inputs, {"loss": (), "seen:next": (20, 2)}, types={"y": TensorProto.FLOAT})
 
 
 def answer(folder, task_of, *, settings=None, before=lambda _: None):
@@ -113,7 +101,10 @@ class Everything:
 
 def storing_task(stage, tensors, role="plans"):
     plan, digest = stage.plan(
-        sign=False, entries={"local_update": storing()}, state=SEEN, roles={"seen": "buffer"}
+        sign=False,
+        entries={"local_update": plans.storing("seen")},
+        state=SEEN,
+        roles={"seen": "buffer"},
     )
     stage.signer.sign(stage.folder / "made.plan", role, tensors=tensors)
     path = stage.folder / "zeros.state"
