@@ -33,6 +33,8 @@ from triplane.unified_ir.runtime import Plan
 
 FEATURES, CLASSES = 6, 3
 POPULATION = "labs"
+MODELS = ("tiny", "own", "wide", "sine")
+"""Models of tests whose plans the cloud's key may sign."""
 
 
 def model_bytes(folder, seed=0):
@@ -59,11 +61,13 @@ def shard(seed, train_samples=24, held_out=12):
 
 
 def make_home(folder):
-    """A new cloud without anything in it, whose policy allows every plan of the model tiny."""
+    """A new cloud without anything in it, whose policy allows every plan of these models."""
     home = initialize(folder / "home", offline_keys=folder / "keys").home
     rule = PlanRule(("*",), ("*",))
     sign_plan_policy(
-        MetadataRepository(home.metadata, home.keys), PlanPolicy({"tiny": rule}), folder / "keys"
+        MetadataRepository(home.metadata, home.keys),
+        PlanPolicy(dict.fromkeys(MODELS, rule)),
+        folder / "keys",
     )
     return home
 
