@@ -236,7 +236,16 @@ class Cloud:
             loop.call_soon_threadsafe(publish)
 
         self.repository.on_published(published)
-        self.fleet.on_report(self.upkeep.note_report)
+        self.fleet.on_report(
+            lambda name, report: self.upkeep.note_seen(
+                name, report.metadata_versions, report.metadata_sha256
+            )
+        )
+        self.federation.devices.on_offer(
+            lambda name, offer: self.upkeep.note_seen(
+                name, offer.metadata_versions, offer.metadata_sha256
+            )
+        )
         self.auth.on_revoked(self._revoked)
 
     def _revoked(self, name: str) -> None:

@@ -232,3 +232,25 @@ def test_a_device_of_an_earlier_release_says_how_to_get_its_root(tmp_path):
     said = answer(tmp_path, task_of)
     assert "no root of trust" in said.declined
     assert "triplane device enrol TOKEN" in said.declined
+
+
+def test_a_device_says_which_metadata_it_has_seen(tmp_path):
+    """As a node does: the numbers of a cloud that was restored from a backup would go back."""
+
+    async def story():
+        async with staged(tmp_path / "stage") as stage:
+            client = client_at(stage, tmp_path / "ann", SHARD)
+            async with serving(client):
+                first = await stage.offer()
+                stage.tell(stage.task())
+                await stage.contribution(lease(1))
+            stage.heard.clear()
+            async with serving(client_at(stage, tmp_path / "ann", SHARD)):
+                return first, await stage.offer(), stage.signer.repository
+
+    first, second, repository = within(story())
+    assert dict(first.metadata_versions) == {}
+    seen = dict(second.metadata_versions)
+    assert seen == repository.versions()
+    assert not repository.is_behind(seen, second.metadata_sha256)
+    assert repository.is_behind(seen, bytes(32))

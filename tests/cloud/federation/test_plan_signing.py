@@ -182,3 +182,23 @@ def test_a_folder_without_the_key_signs_nothing(tmp_path):
             await signed(cloud, run_id, tmp_path)
 
     story_of(tmp_path, story)
+
+
+@pytest.mark.slow
+def test_a_cloud_raises_its_numbers_for_a_device_that_saw_higher_ones(tmp_path):
+    """It was restored from a backup; any other device refuses what is older than it has seen."""
+
+    async def story():
+        async with running(given.make_home(tmp_path)) as cloud:
+            before = cloud.repository.versions()
+            seen = {"timestamp": before["timestamp"] + 5, "odd": 3}
+            (device,) = await given.devices_of(cloud, tmp_path, ("ann",))
+            device.offer = lambda: pb.Offer(
+                population=given.POPULATION, examples=1, metadata_versions=seen
+            )
+            async with device.live():
+                while cloud.repository.versions()["timestamp"] <= seen["timestamp"]:
+                    await asyncio.sleep(0.01)
+                return cloud.repository.versions()["timestamp"] - before["timestamp"]
+
+    assert within(story()) == 6
