@@ -18,6 +18,13 @@ from triplane.unified_ir.federated.core.files import write_state
 
 SHARD = plans.shard(held_out=6)
 SEEN = {"seen": np.zeros((20, 2), np.float32)}
+
+
+def long(*values):
+    """A case that the fast suite can do without."""
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 SHARED = ("*w", "bias")
 """Patterns of what an honest plan of `tests.federated.core.plans` shares."""
 
@@ -75,9 +82,11 @@ def test_a_plan_within_the_policy_runs_with_the_clouds_signature(tmp_path):
     ("rule", "reason"),
     [
         (None, "has no rule for model 'tiny'"),
-        (PlanRule(("maml",), SHARED), "the algorithm fedavg is not one of maml"),
-        (PlanRule(("fedavg",), ("w",)), "tensors leave a device that no pattern allows: bias"),
-        (PlanRule(("fedavg",), SHARED, Least(devices=3)), "at least 3 devices in a round, got 1"),
+        long(PlanRule(("maml",), SHARED), "the algorithm fedavg is not one of maml"),
+        long(PlanRule(("fedavg",), ("w",)), "tensors leave a device that no pattern allows: bias"),
+        long(
+            PlanRule(("fedavg",), SHARED, Least(devices=3)), "at least 3 devices in a round, got 1"
+        ),
     ],
 )
 def test_a_plan_outside_of_the_policy_is_declined_whatever_the_clouds_key_signs(
@@ -153,8 +162,8 @@ def test_a_batch_counts_the_samples_that_the_device_has(tmp_path):
     ("settings", "reason"),
     [
         ({"least_devices": 10}, "at least 10 devices in a round, got 5"),
-        ({"least_batch": 8}, "at least 8 samples in a step, got 4"),
-        ({"least_steps": 5}, "at least 5 steps in a task, got 3"),
+        long({"least_batch": 8}, "at least 8 samples in a step, got 4"),
+        long({"least_steps": 5}, "at least 5 steps in a task, got 3"),
         ({"algorithms": ("maml", "reptile")}, "allows the algorithms maml, reptile"),
     ],
 )

@@ -1,6 +1,7 @@
 """A run begins when its plan is signed, and only then."""
 
 import asyncio
+import threading
 
 import pytest
 from tests.cloud.federation import given
@@ -185,20 +186,23 @@ def test_a_folder_without_the_key_signs_nothing(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_cloud_raises_its_numbers_for_a_device_that_saw_higher_ones(tmp_path):
+def test_a_cloud_raises_its_numbers_for_a_device_that_saw_higher_ones(tmp_path, monkeypatch):
     """It was restored from a backup; any other device refuses what is older than it has seen."""
 
     async def story():
         async with running(given.make_home(tmp_path)) as cloud:
-            before = cloud.repository.versions()
+            repository, raised = cloud.repository, threading.Event()
+            before, overtake = repository.versions(), repository.overtake
+            monkeypatch.setattr(
+                repository, "overtake", lambda seen: (overtake(seen), raised.set())[0]
+            )
             seen = {"timestamp": before["timestamp"] + 5, "odd": 3}
             (device,) = await given.devices_of(cloud, tmp_path, ("ann",))
             device.offer = lambda: pb.Offer(
                 population=given.POPULATION, examples=1, metadata_versions=seen
             )
             async with device.live():
-                while cloud.repository.versions()["timestamp"] <= seen["timestamp"]:
-                    await asyncio.sleep(0.01)
-                return cloud.repository.versions()["timestamp"] - before["timestamp"]
+                assert await asyncio.to_thread(raised.wait, 30)
+                return repository.versions()["timestamp"] - before["timestamp"]
 
     assert within(story()) == 6
