@@ -132,6 +132,7 @@ class Preparation:
             published = self._published  # taken before the question, so that no answer is missed
             reason = await self._lacking(record, prepared)
             if not reason:
+                self._runs.stop_waiting(record.id)
                 return waited
             self._runs.wait(record.id, reason)
             waited = True
