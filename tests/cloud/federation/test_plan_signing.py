@@ -193,9 +193,13 @@ def test_a_cloud_raises_its_numbers_for_a_device_that_saw_higher_ones(tmp_path, 
         async with running(given.make_home(tmp_path)) as cloud:
             repository, raised = cloud.repository, threading.Event()
             before, overtake = repository.versions(), repository.overtake
-            monkeypatch.setattr(
-                repository, "overtake", lambda seen: (overtake(seen), raised.set())[0]
-            )
+
+            def overtaking(numbers):
+                is_done = overtake(numbers)
+                raised.set()
+                return is_done
+
+            monkeypatch.setattr(repository, "overtake", overtaking)
             seen = {"timestamp": before["timestamp"] + 5, "odd": 3}
             (device,) = await given.devices_of(cloud, tmp_path, ("ann",))
             device.offer = lambda: pb.Offer(
