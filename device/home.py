@@ -302,7 +302,8 @@ class DeviceHome(MachineHome[DeviceSettings]):
         killed process had not synced are synced here; otherwise a power cut might damage it.
         """
         unfinished = [*self.pending.glob("*.new")]
-        for folder in (self.path, self.personal, self.pending):
+        folders = (self.path, self.personal, self.pending, self.trust, self.trust / "metadata")
+        for folder in folders:
             unfinished += folder.glob(TEMPORARY)
         for path in self.pending.glob("*.out"):
             unfinished += [path] if not path.with_suffix(".update").exists() else []

@@ -36,7 +36,7 @@ from triplane.cloud.trust.signing import (
 )
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.blobs import BlobFolder
-from triplane.proto.errors import Conflict, Corrupt, InvalidInput
+from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 from triplane.proto.hyperparameters import set_values, values_of
 from triplane.proto.plan_statement import Least, PlanStatement
 from triplane.proto.registry_pb2 import Version
@@ -113,7 +113,7 @@ class PlanSignatures:
         if signed is None or not by_people or signed.sha256 != sha256:
             try:
                 signed = self._sign_auto(spec, prepared, model_digest, used)
-            except Conflict as error:
+            except (Conflict, NotFound) as error:  # of the policy; of the cloud's key
                 return (
                     f"waits for a signature of its plan: {error}. With the offline folder: "
                     f"triplane federate sign {run} --keys DIR, or triplane cloud policy set-plans "
