@@ -44,6 +44,7 @@ class Blobs:
     states: tuple
     data: dict
     compression: str
+    tensors: tuple
 
     @classmethod
     def make(cls, folder, roles=plans.ROLES, compression="int8"):
@@ -61,13 +62,13 @@ class Blobs:
         for number in range(1, ROUNDS + 1):
             write_state(folder / "state", of_run | {"w": of_run["w"] + number}, roles, plan=digest)
             states.append(put(folder / "state"))
-        return cls(plan, tuple(states), data, compression)
+        return cls(plan, tuple(states), data, compression, shared(roles))
 
     def verify(self, digest):
         """Return the signature of the plan; the power cuts are about what a device stores."""
         statement = PlanStatement(
             model="tiny", version=1, model_digest="0" * 64, digest=digest, algorithm="fedavg",
-            hyperparameters={}, tensors=shared(plans.ROLES), least=Least(),
+            hyperparameters={}, tensors=self.tensors, least=Least(),
         )  # fmt: skip
         return plan_target("plans", statement, length=self.plan.size, sha256=self.plan.sha256)
 
