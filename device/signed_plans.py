@@ -34,8 +34,6 @@ RECHECK_S: Final = 3600.0
 VERIFYING_S: Final = 120.0
 MAX_ANSWER_BYTES: Final = 4 << 20
 
-NO_METADATA: Final = Unavailable("no signed metadata could be verified")
-
 Verify = Callable[[str], SignedTarget]
 """Returns the signed target of a plan by its root digest; raises if devices must not run it."""
 
@@ -91,7 +89,12 @@ class SignedPlans:
         return statement
 
     def check(self, statement: PlanStatement, plan: Plan, task: Task, shard: Shard) -> None:
-        """Raise Conflict if the plan lets out more than was signed, or the round is too small."""
+        """Raise Conflict if the plan lets out more than was signed, or the round is too small.
+
+        Corrupt: it is another plan.
+        """
+        if plan.digest != statement.digest:  # the file has changed since it was looked up
+            raise Corrupt(f"plan {plan.digest[:12]} is not the signed {statement.digest[:12]}")
         odd = sorted(set(shared(plan.roles)) - set(statement.tensors))
         if odd:
             raise Conflict(
@@ -113,13 +116,7 @@ def _size_of(plan: Plan, task: Task, shard: Shard) -> Least:
     work, samples = task.work, shard.examples
     is_episode = any(x.name.startswith(SUPPORT) for x in plan.inputs(LEARN))
     batch = work.support + work.query if is_episode else work.batch_size
-    return Least(
-        devices=_counted(task.cohort), batch=_counted(min(batch, samples)), steps=work.steps
-    )
-
-
-def _counted(n: int) -> int:
-    return max(1, n)
+    return Least(devices=max(1, task.cohort), batch=max(1, min(batch, samples)), steps=work.steps)
 
 
 def verified_here(
@@ -135,7 +132,8 @@ def verified_here(
         trust = Trust(home.trust, fetch_over(channel()), machine="device")
         freshness = trust.refresh()
         if not freshness.is_fresh:
-            raise (*freshness.refusals, freshness.error or NO_METADATA)[0]
+            error = freshness.error or Unavailable("no signed metadata could be verified")
+            raise (*freshness.refusals, error)[0]
         return trust.plan(digest, by_people=by_people)
 
     return verify

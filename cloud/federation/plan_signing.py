@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from tuf.api._payload import TargetFile
 
@@ -44,7 +44,7 @@ from triplane.proto.signed_fields import PLANS
 from triplane.proto.targets import SignedTarget, plan_target, read_target
 from triplane.unified_ir.files.container import Container
 
-SAFE_BATCH = 2
+SAFE_BATCH: Final = 2
 """Default of the least batch: the update of a step on one sample is the sample."""
 
 
