@@ -40,6 +40,7 @@ MAX_EPSILON: Final = 1e6
 MIN_MULTIPLIER: Final = 1e-3
 MAX_MULTIPLIER: Final = 1e6
 MAX_USES: Final = 10**9
+MAX_SEPARATION: Final = 1_000_000
 MAX_SPENT: Final = 1e30
 """Largest sum of z^-2, so that no sum over runs overflows; epsilon is above 1e29 there."""
 
@@ -49,12 +50,14 @@ class NoiseEvent:
     """Uses of one device by a mechanism with noise.
 
     noise_multiplier: standard deviation of the noise over the norm of one device's contribution.
-    uses: times that one device takes part. law: one of `LAWS`.
+    uses: times that one device takes part. law: one of `LAWS`. separation: rounds of a run from one
+    use to the next at least; uses that are nearer cost more than is accounted here.
     """
 
     noise_multiplier: float
     uses: int = 1
     law: str = GAUSSIAN
+    separation: int = 1
 
     def __post_init__(self) -> None:
         if not MIN_MULTIPLIER <= self.noise_multiplier <= MAX_MULTIPLIER:
@@ -64,6 +67,10 @@ class NoiseEvent:
             )
         if not (type(self.uses) is int and 0 <= self.uses <= MAX_USES):
             raise InvalidInput(f"a mechanism is used 0 to {MAX_USES} times, got {self.uses!r}")
+        if not (type(self.separation) is int and 1 <= self.separation <= MAX_SEPARATION):
+            raise InvalidInput(
+                f"uses have a separation of 1 to {MAX_SEPARATION} rounds, got {self.separation!r}"
+            )
         if self.law not in LAWS:
             raise InvalidInput(f"noise is {' or '.join(LAWS)}, got {str(self.law)[:40]!r}")
 

@@ -156,7 +156,8 @@ class DeviceBudget:
         event: all that the round costs; where clipping bits are sent as well, of the multiplier
         that both have together (`AdaptiveNorm.update_multiplier`).
 
-        Conflict if it does not fit: the device declines the round. A device that was charged sends
+        Conflict if it does not fit, or if the device has to rest between uses (`separation` of the
+        event): the device declines the round. A device that was charged sends
         what it sent before, or nothing: a second update to the same round would be free.
         """
         _check_run(run)
@@ -164,6 +165,12 @@ class DeviceBudget:
         before = self.runs.get(run, RunCharges(Spending(), 0))
         if round_ <= before.round:
             return self
+        if before.round and round_ < (rested := before.round + event.separation):
+            raise Conflict(
+                f"round {round_} of run {run!r} is too early: this device, used in round "
+                f"{before.round}, rests until round {rested}, because the noise does not cover "
+                "uses that are nearer"
+            )
         if not self.fits(event):
             after = self._total().plus(event).epsilon(self.delta)
             raise Conflict(

@@ -137,7 +137,7 @@ class CentralNoise:
 
     def event(self, uses: int = 1) -> NoiseEvent:
         """Return what `uses` of one device cost it, at least `bands` rounds apart."""
-        return NoiseEvent(self.noise_multiplier, uses)
+        return NoiseEvent(self.noise_multiplier, uses, separation=self.bands)
 
     def draw(self, past: Sequence[secret.Integers]) -> secret.Integers:
         """Return the noise of the next round in steps: (entries,) int64.
