@@ -262,6 +262,12 @@ def test_impossible_norms_are_named(norm):
         central_noise(1.0, norm=norm, entries=2)
 
 
+@pytest.mark.parametrize("rounds", [0, -1])
+def test_the_error_of_no_rounds_is_refused(rounds):
+    with pytest.raises(InvalidInput, match="at least one round"):
+        prefix_error(10, rounds)
+
+
 def test_resolution_limits_are_named():
     with pytest.raises(InvalidInput, match="beyond the resolution"):
         central_noise(1e4, norm=1.0, entries=2**32)

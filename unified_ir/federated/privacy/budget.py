@@ -156,9 +156,9 @@ class DeviceBudget:
         event: all that the round costs; where clipping bits are sent as well, of the multiplier
         that both have together (`AdaptiveNorm.update_multiplier`).
 
-        Conflict if it does not fit, or if the device has to rest between uses (`separation` of the
-        event): the device declines the round. A device that was charged sends
-        what it sent before, or nothing: a second update to the same round would be free.
+        Conflict if it does not fit, or if the run's last use was less than the event's separation
+        ago: the device declines the round. A device that was charged sends what it sent before, or
+        nothing: a second update to the same round would be free.
         """
         _check_run(run)
         _check_count("round", round_, 1, MAX_ROUNDS)

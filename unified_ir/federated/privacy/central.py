@@ -59,6 +59,8 @@ def prefix_error(bands: int, rounds: int) -> float:
 
     The variance of the t-th is the sum of squares of the first t entries of A C^-1's first column.
     """
+    if rounds < 1:
+        raise InvalidInput(f"the error of prefix sums is over at least one round, got {rounds}")
     c = coefficients(bands)
     inverse: list[float] = []
     for t in range(rounds):

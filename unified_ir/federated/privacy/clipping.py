@@ -45,7 +45,7 @@ def l2_norm(update: Mapping[str, Array]) -> float:
 
 
 def clip(update: Mapping[str, Array], norm: float) -> bool:
-    """Scale floating tensors in place so that their L2 norm is at most `norm`.
+    """Scale writable floating tensors in place so that their L2 norm is at most `norm`.
 
     Return whether they already were. InvalidInput: NaN, infinity, or an invalid norm; the tensors
     are unchanged then.
