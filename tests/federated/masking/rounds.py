@@ -1,6 +1,5 @@
 """Whole masked rounds in one process: honest devices, a cloud, and losses in each phase."""
 
-import os
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -152,6 +151,3 @@ def sum_of(fields, members):
         for at in range(len(fields))
     ]
 
-
-def random_bytes(n):
-    return os.urandom(n)

@@ -24,6 +24,8 @@ from triplane.proto.errors import InvalidInput
 MIN_COHORT: Final = 3
 """With two devices, each learns the other's update from the sum."""
 MAX_COHORT: Final = 10_000
+COMPLETE_UP_TO: Final = 64
+"""Cohorts of up to as many devices use the complete graph, which needs no assumption on chance."""
 GRINDING_TRIES: Final = 2**40
 """Graphs that a cloud may try: a colluding device can make round keys until the graph suits it."""
 
@@ -135,7 +137,7 @@ def _fewest_neighbours(
     """Return (k, c, t), or None if not even the complete graph satisfies the bounds."""
     # Feasibility grows with k but for roundings of t, so a search by halves finds the least k or
     # one close to it.
-    low, high = 1, (n - 2) // 2
+    low, high = 1, 0 if n <= COMPLETE_UP_TO else (n - 2) // 2
     best: tuple[int, int, int] | None = None
     while low <= high:
         middle = (low + high) // 2
