@@ -150,4 +150,3 @@ def sum_of(fields, members):
         np.sum([vectors_of(fields, i)[at] for i in members], axis=0, dtype=np.uint64)
         for at in range(len(fields))
     ]
-

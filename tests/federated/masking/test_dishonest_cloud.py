@@ -149,7 +149,7 @@ def test_replayed_keys_of_an_earlier_round():
     with pytest.raises(InvalidInput, match="with the keys that it advertised"):
         round_.devices[0].share(old)
     mixed = (new.advertisements[0], *old.advertisements[1:])
-    with pytest.raises(InvalidInput, match="'device-00001' are not signed .* attempt 1"):
+    with pytest.raises(InvalidInput, match=r"'device-00001' are not signed .* attempt 1"):
         round_.devices[0].share(MaskingCohort(advertisements=mixed))
 
 
@@ -194,7 +194,7 @@ def test_too_few_sharers():
     delivery = round_.share(range(8))[0]
     few = (0, 1, 2, 3, 4)
     sealed = {i: delivery.sealed[i] for i in few[1:]}
-    with pytest.raises(InvalidInput, match="sharers must be at least 6 devices.* lists 5"):
+    with pytest.raises(InvalidInput, match=r"sharers must be at least 6 devices.* lists 5"):
         round_.devices[0].mask(
             ShareDelivery(sharers=few, sealed=sealed), vectors_of(round_.terms.fields, 0)
         )
@@ -260,9 +260,7 @@ def test_withheld_shares():
     delivery = round_.share(range(8))[0]
     sealed = {i: s for i, s in delivery.sealed.items() if i != 5}
     with pytest.raises(InvalidInput, match=r"they differ in \[5\]"):
-        round_.devices[0].mask(
-            replace(delivery, sealed=sealed), vectors_of(round_.terms.fields, 0)
-        )
+        round_.devices[0].mask(replace(delivery, sealed=sealed), vectors_of(round_.terms.fields, 0))
 
 
 def test_exchanged_shares_are_not_revealed_for_another_device():
@@ -342,14 +340,10 @@ def test_a_colluding_device_with_the_keys_of_another():
     cohort = round_.advertise()
     copied = signed_with(round_, 3, mask_key=cohort.advertisements[0].mask_key)
     with pytest.raises(InvalidInput, match="every round key is used once"):
-        round_.devices[1].share(
-            MaskingCohort(advertisements=(*cohort.advertisements[:3], copied))
-        )
+        round_.devices[1].share(MaskingCohort(advertisements=(*cohort.advertisements[:3], copied)))
 
 
-@pytest.mark.parametrize(
-    "order", [(0, 1, 2, 2), (1, 0, 2, 3), (0, 1, 2, 3, 3), (0, 0, 1, 2, 3)]
-)
+@pytest.mark.parametrize("order", [(0, 1, 2, 2), (1, 0, 2, 3), (0, 1, 2, 3, 3), (0, 0, 1, 2, 3)])
 def test_a_cohort_lists_each_device_once_in_order(order):
     round_ = Round(4)
     listed = round_.advertise().advertisements

@@ -40,9 +40,7 @@ def test_survivors_with_more_than_half_their_neighbours_are_connected(data):
     n, k = 30, data.draw(st.sampled_from([4, 6, 8, 10]))
     graph = NeighbourGraph(n, k, digest(data.draw(st.integers(0, 9))))
     members = data.draw(st.sets(st.integers(0, n - 1), min_size=8))
-    while short := {
-        i for i in members if sum(j in members for j in graph.neighbours(i)) <= k // 2
-    }:
+    while short := {i for i in members if sum(j in members for j in graph.neighbours(i)) <= k // 2}:
         members = members - short
     if members:
         assert connected(members, graph)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from tests.federated.masking.rounds import Round, sum_of, terms, vectors_of
 
-from triplane.proto.errors import Conflict, InvalidInput
+from triplane.proto.errors import Conflict, InvalidInput, Unavailable
 from triplane.unified_ir.federated.masking.shamir import PRIME
 
 
@@ -54,7 +54,7 @@ def test_hostile_shares(round_, change):
     round_.advertise()
     shares = round_.devices[0].share(round_.cohort)
     sealed = dict(shares.sealed)
-    changed = {
+    changed: dict = {
         "missing": lambda: {"sealed": {i: sealed[i] for i in (1, 2)}},
         "extra": lambda: {"sealed": {**sealed, 0: sealed[1]}},
         "short": lambda: {"sealed": {**sealed, 1: sealed[1][:-1]}},
@@ -70,7 +70,7 @@ def test_hostile_shares(round_, change):
     assert_goes_on(round_)
 
 
-def test_garbage_for_the_neighbours_does_not_end_their_round(round_):
+def test_garbage_for_the_neighbours_is_never_revealed_and_its_sender_is_named(round_):
     round_.advertise()
     for i in range(5):
         shares = round_.devices[i].share(round_.cohort)
@@ -78,12 +78,13 @@ def test_garbage_for_the_neighbours_does_not_end_their_round(round_):
             shares = replace(shares, sealed={j: bytes(len(s)) for j, s in shares.sealed.items()})
         round_.cloud.add_shares(shares)
     round_.deliveries = round_.cloud.delivery()
-    # It sends no masked input: the others cannot be harmed by what it shared. It would have been
-    # masked with, so its key is missing, and the sum cannot be had.
     round_.mask(range(5), integers(round_))
     round_.sign(range(5))
     revealed = round_.devices[1].unmask(round_.requests[1])
     assert sorted(revealed.self_masks) == [2, 3, 4]
+    # Nobody can remove its mask, and the error names it.
+    with pytest.raises(Unavailable, match=r"self mask of 'device-00000' \(0\) and 0 were revealed"):
+        round_.unmask(range(5))
 
 
 @pytest.mark.parametrize("data", [b"", b"\0", bytes(10_000)])

@@ -95,7 +95,7 @@ def test_padding_is_zero():
     ],
 )
 def test_integers_that_do_not_fit_are_refused(vector):
-    with pytest.raises(InvalidInput, match="a masked (vector|integer)"):
+    with pytest.raises(InvalidInput, match=r"a masked (vector|integer)"):
         IntegerSum([MaskedField(4, 8)], 4).add([vector])
     with pytest.raises(InvalidInput, match="1 vectors are masked, got 2"):
         IntegerSum([MaskedField(4, 8)], 4).add([np.zeros(4, np.uint8)] * 2)

