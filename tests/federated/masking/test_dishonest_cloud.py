@@ -351,7 +351,7 @@ def test_a_cohort_lists_each_device_once_in_order(order):
         round_.devices[0].share(MaskingCohort(advertisements=tuple(listed[i] for i in order)))
 
 
-@pytest.mark.parametrize("name", ["", "a" * 65, "a b", "../x", "ä", "-a"])
+@pytest.mark.parametrize("name", ["", "a" * 65, "a b", "../x", "ä", "-a", "\ud800", "a\n"])
 def test_hostile_names_of_devices(name):
     round_ = Round(4)
     hostile = Advertisement(

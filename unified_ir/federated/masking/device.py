@@ -101,6 +101,8 @@ class MaskingDevice:
             raise InvalidInput(
                 f"the cohort does not contain {self._device!r} with the keys that it advertised"
             )
+        # The size first, because each signature of too many would cost time.
+        self._terms.parameters(len(cohort.advertisements))
         for advertisement in cohort.advertisements:
             check_advertisement(self._terms, advertisement, self._verifier)
         self._session = session = MaskingSession(self._terms, cohort)
