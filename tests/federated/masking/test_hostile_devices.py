@@ -54,16 +54,16 @@ def test_hostile_shares(round_, change):
     round_.advertise()
     shares = round_.devices[0].share(round_.cohort)
     sealed = dict(shares.sealed)
-    changed: dict = {
-        "missing": lambda: {"sealed": {i: sealed[i] for i in (1, 2)}},
-        "extra": lambda: {"sealed": {**sealed, 0: sealed[1]}},
-        "short": lambda: {"sealed": {**sealed, 1: sealed[1][:-1]}},
-        "long": lambda: {"sealed": {**sealed, 1: sealed[1] * 2}},
-        "commitment": lambda: {"commitment": bytes(31)},
-        "position": lambda: {"position": 5},
-    }[change]()
+    changes: dict[str, dict] = {
+        "missing": {"sealed": {i: sealed[i] for i in (1, 2)}},
+        "extra": {"sealed": {**sealed, 0: sealed[1]}},
+        "short": {"sealed": {**sealed, 1: sealed[1][:-1]}},
+        "long": {"sealed": {**sealed, 1: sealed[1] * 2}},
+        "commitment": {"commitment": bytes(31)},
+        "position": {"position": 5},
+    }
     with pytest.raises(InvalidInput, match=r"neighbours, got|has \d+ bytes|within|are in"):
-        round_.cloud.add_shares(replace(shares, **changed))
+        round_.cloud.add_shares(replace(shares, **changes[change]))
     round_.share(range(5))
     round_.mask(range(5), integers(round_))
     round_.sign(range(5))
