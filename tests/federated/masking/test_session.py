@@ -109,4 +109,4 @@ def test_shares_are_bound_to_their_pair():
         (b"", (1, 2)),
     ):
         with pytest.raises(ValueError, match="were expected"):
-            decode_shares(shares, *pair)
+            decode_shares(hostile, *pair)
