@@ -143,7 +143,10 @@ class MaskingDevice:
             )
         signed = self._session.survivor_statement(self._sharers, positions)
         digest = hashlib.sha256(signed).hexdigest()
-        self._record(replace(self._entry(), survivors=digest))
+        entry = self._entry()
+        if entry.survivors not in {"", digest}:
+            _refuse_second("sign")
+        self._record(replace(entry, survivors=digest))
         signature = self._signer.sign(signed)
         self._survivors = positions
         answer = SurvivorSignature(position=self._position, signature=signature)
