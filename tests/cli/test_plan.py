@@ -187,6 +187,7 @@ def test_buckets_are_compared(capsys, net):
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
     assert "assumed rates of data-centre GPUs" in out
+    assert "ready times: predicted" in out
     for text in ("planned", "25 MiB, the first 1 MiB", "one all-reduce"):
         assert f"\n{text}" in out
     record = json.loads(run(capsys, *common, "--train", "--json")[1])

@@ -79,7 +79,8 @@ OPTIONS: Final = (
     option("--topology FILE", "JSON with the rates of devices and links.  [default: assumed rates]",
            click.Path(path_type=Path, exists=True, dir_okay=False)),
     option("--buckets", "Show how the gradients of a data-parallel training step are grouped into "
-           "all-reduces.", is_flag=True),
+           "all-reduces, by predicted times; `triplane train --buckets auto` measures them.",
+           is_flag=True),
     option("--measure FILE.json", "Measure the devices that JAX finds, and write what --topology "
            "reads.", OUTPUT_FILE),
     option("--explain NODE", "Show what one node, layer or operator could do instead, and which "

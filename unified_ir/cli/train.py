@@ -153,7 +153,8 @@ OPTIONS: Final = (
     option("--microbatches M", "With --stages: equal parts of a batch that follow each other.  "
            "[default: four for each stage]", COUNT),
     option("--buckets SIZE", "With --mesh data=N: gradients that share an all-reduce, as planned "
-           "(auto), all (one), or of a size such as 25MiB.  [default: XLA decides]",
+           "by times that are measured before the first step (auto), all (one), or of a size such "
+           "as 25MiB.  [default: XLA decides]",
            MemorySize("auto", "one")),
     option("--topology FILE", "With --parallel or --buckets: rates, as `triplane plan` takes them.",
            click.Path(path_type=Path, exists=True, dir_okay=False)),

@@ -536,7 +536,7 @@ class Trainer:
             batch_size=batch_size,
             samples=samples,
             identity=identity,
-            callbacks=states_of([*self.callbacks, self.launch_choice]),
+            callbacks=states_of(resuming.holders(self)),
         )
 
 

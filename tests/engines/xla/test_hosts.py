@@ -68,7 +68,7 @@ def all_held(*processes):
 @pytest.mark.parametrize(
     "layouts",
     [
-        pytest.param(["whole", "split", "bucketed"], marks=pytest.mark.long),
+        pytest.param(["whole", "split", "bucketed", "measured"], marks=pytest.mark.long),
         pytest.param(["planned"], marks=pytest.mark.deep),
     ],
 )

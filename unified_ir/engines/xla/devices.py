@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -27,19 +27,42 @@ Axes = tuple[str | None, ...]
 """For each axis of an array, the axis of the mesh over which it is split; None: not split."""
 
 
+class BucketedFunction(Protocol):
+    """Runs a function on each device's rows and adds up the gradients in buckets."""
+
+    def decide(self, run_up_to: Callable[[int], Callable[[], Any]]) -> None:
+        """Decide about the buckets, before the first call.
+
+        run_up_to: compiles the function up to the gradient of a number, to a program that runs it
+        on the arguments of this call and returns when that is done.
+        """
+        ...
+
+    def up_to(self, number: int, args: Sequence[Any], *, kernels: bool) -> list[Any]:
+        """Return each device's own part of the gradients up to this one, which is the last."""
+        ...
+
+    def __call__(
+        self, requirements: Any, args: Sequence[Any], old: Sequence[Any], failed: Any,
+        *, kernels: bool,
+    ) -> tuple[list[Any], Any]:  # fmt: skip
+        """Return the results, whole on each device, and which requirement failed on any device."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Where a program's arrays are: shardings of state, of the batch, and of results.
 
     nodes: by index, the shardings that a plan wants of a node's operands and of its outputs.
-    buckets: runs the function on each device's rows and adds up the gradients in buckets.
+    buckets: what runs the function instead, if gradients are added in buckets.
     """
 
     state: Sequence[Any]
     batch: Sequence[Any]
     whole: Any
     nodes: Mapping[int, tuple[Sequence[Any], Sequence[Any]]] = field(default_factory=dict)
-    buckets: Callable[..., Any] | None = None
+    buckets: BucketedFunction | None = None
 
 
 class Devices:
@@ -67,6 +90,8 @@ class Devices:
         self._shard = {pattern: tuple(axes) for pattern, axes in (shard or {}).items()}
         self._mesh: Any = None
         self.processes: Processes | None = None
+        self.revision = 0
+        """Rises when programs that were compiled before no longer fit."""
         self._whole: set[int] = set()
         self.say: Callable[[str], None] = lambda _: None
         _check_axes(self.axes, self._shard)

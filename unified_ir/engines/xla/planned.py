@@ -46,6 +46,8 @@ class PlannedDevices:
         """The plans so far, the newest last."""
 
     is_single = False
+    revision = 0
+    """See `Devices`."""
 
     def __str__(self) -> str:
         kind = self._devices[0].platform.upper()

@@ -122,6 +122,15 @@ class Processes:
         with self.noticing_loss():
             coordination().wait_at_barrier(name, WAIT_S * 1000)
 
+    def agreed(self, what: str, value: Any) -> Any:
+        """Return the first process's value, which is ready for JSON, in every process."""
+        self._waits += 1
+        name, store = f"triplane/{self._waits}/{what}", coordination()
+        with self.noticing_loss():
+            if self.is_first:
+                store.key_value_set(name, json.dumps(value))
+            return json.loads(store.blocking_key_value_get(name, WAIT_S * 1000))
+
     def difference(self, facts: Mapping[str, str]) -> tuple[int, str, str, str] | None:
         """See `ProcessGroup.difference`."""
         self._waits += 1
