@@ -97,6 +97,18 @@ def test_large_entries_are_clipped_to_the_range_after_the_rotation():
     assert np.abs(means[0][1:]).max() < 1e-3
 
 
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 100, 128, 129])
+@pytest.mark.parametrize("noise_bits", [0, 1])
+def test_the_least_and_the_largest_sum_are_read_as_such(devices, noise_bits):
+    section = EncodedSection(256, range=1.0, noise_bits=noise_bits)
+    encoding = UpdateEncoding((section,), 1, seed=0)
+    for total, level in ((0, -1.0), (255 * devices, 1.0)):
+        sums = [np.full(256, total, np.uint64), np.array([devices], np.uint64)]
+        rotated = np.abs(encoding.decode(sums, devices)[0][0])
+        assert rotated.max() == pytest.approx(16 * abs(level))
+        assert encoding.decode(sums, devices)[0][0].sum() * level * encoding._signs[0][0] > 0
+
+
 def test_the_rotation_spreads_a_few_large_entries():
     entries, norm = 20_000, 3.0
     section = EncodedSection(entries, range=range_for(norm, entries))
@@ -108,22 +120,23 @@ def test_the_rotation_spreads_a_few_large_entries():
     assert np.linalg.norm(means[0] - update) < 0.05 * norm
 
 
-def test_noise_has_room_on_both_sides():
-    section = EncodedSection(300, range=1.0, bits=8, noise_bits=3)
+def test_noise_may_make_integers_negative_and_the_sum_is_read_around_its_middle():
+    section = EncodedSection(256, range=1.0, bits=8, noise_bits=3)
     encoding = UpdateEncoding((section,), 1, seed=0)
-    update = np.zeros(300, np.float32)
-    levels, weight = encoding.encode([update], 1)
-    assert section.offset == 7 * 128
-    assert levels.min() >= section.offset
-    assert levels.max() <= section.offset + 255
-    signs = np.random.default_rng(0).choice([-1, 1], len(levels))
-    noisy = levels.astype(np.int64) + 800 * signs
-    assert noisy.min() >= 0
-    assert noisy.max() < 2**11
-    plain = encoding.decode([levels.astype(np.uint64), weight], 1)[0][0]
-    both = encoding.decode([(levels + noisy).astype(np.uint64), 2 * weight], 2)[0][0]
-    noise = np.linalg.norm(both - plain)
-    assert noise == pytest.approx(400 * section.step * np.sqrt(section.entries), rel=0.2)
+    round_ = Round(3, terms([(256, 8, 3), (1, 1)]))
+    noise = np.random.default_rng(0).integers(-1100, 1100, (3, 256))
+    # The sums of three reach far below 0 and far above 3 * 255, but stay within 2^13 values.
+    assert noise.sum(axis=0).min() < -1500
+    assert noise.sum(axis=0).max() > 3 * 255 + 1000
+    update = np.linspace(-0.05, 0.05, 256, dtype=np.float32)
+    levels = [encoding.encode([update], 1) for _ in range(3)]
+    sums = round_.run(lambda i: [levels[i][0].astype(np.int64) + noise[i], levels[i][1]])
+    noisy = encoding.decode(sums, 3)[0][0]
+    clear = [np.sum([v[at] for v in levels], axis=0, dtype=np.uint64) for at in (0, 1)]
+    plain = encoding.decode(clear, 3)
+    rotated = noise.sum(axis=0) * section.step / 3
+    expected = (hadamard_matrix(256) @ rotated) * encoding._signs[0]
+    np.testing.assert_allclose(noisy - plain[0][0], expected, atol=1e-3)
 
 
 @pytest.mark.parametrize(

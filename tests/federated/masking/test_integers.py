@@ -106,4 +106,6 @@ def test_fields_have_limits(entries, bits):
     with pytest.raises(InvalidInput, match="a masked field has 1 to"):
         MaskedField(entries, bits)
     with pytest.raises(InvalidInput, match="needs 58 bits, the limit is 56"):
-        MaskedField(1, 48).width(1000)
+        MaskedField(1, 40, 8).width(1000)
+    with pytest.raises(InvalidInput, match="0 to 56 noise bits, got -1"):
+        MaskedField(1, 8, -1)

@@ -47,7 +47,7 @@ class EncodedSection:
     """A part of an update with its own range, such as the parameters, or the buffers.
 
     range: largest absolute value after the rotation; see `range_for`. bits: of an integer.
-    noise_bits: further bits, so that noise may be added to an integer without wrap-around.
+    noise_bits: further bits of the sum, so that noise may be added to the integers.
     """
 
     entries: int
@@ -73,11 +73,6 @@ class EncodedSection:
         return 2 * self.range / ((1 << self.bits) - 1)
 
     @property
-    def offset(self) -> int:
-        """What is added to an integer, so that noise of either sign has equal room."""
-        return ((1 << (self.bits + self.noise_bits)) - (1 << self.bits)) // 2
-
-    @property
     def block(self) -> int:
         """Entries that are rotated together, a power of two."""
         block = LARGEST_BLOCK
@@ -93,7 +88,7 @@ class EncodedSection:
     @property
     def field(self) -> MaskedField:
         """The integers of one device."""
-        return MaskedField(self.padded, self.bits + self.noise_bits)
+        return MaskedField(self.padded, self.bits, self.noise_bits)
 
     def error_bound(self, devices: int) -> float:
         """Return what the Euclidean error of the sum over `devices` stays below, unless clipped."""
@@ -179,7 +174,7 @@ class UpdateEncoding:
             level = np.minimum(
                 np.floor((part + section.range) / section.step + noise), (1 << section.bits) - 1
             )
-            levels[start : start + _CHUNK] = level + section.offset
+            levels[start : start + _CHUNK] = level
         return levels
 
     def _mean(
@@ -190,10 +185,13 @@ class UpdateEncoding:
                 f"the sum of section {at} is uint64[{section.padded}], got "
                 f"{total.dtype}{total.shape}"
             )
-        middle = devices * (section.offset + ((1 << section.bits) - 1) / 2)
-        z: Floats = ((total.astype(np.float64) - middle) * (section.step * scale)).astype(
-            np.float32
-        )
+        # Noise may make a sum negative or larger, so it is read as the number modulo 2^width that
+        # is nearest to the middle of what is possible without noise.
+        half = 1 << (section.field.width(devices) - 1)
+        largest = devices * ((1 << section.bits) - 1)
+        below = (largest + 1) // 2 - half
+        levels = (total.astype(np.int64) - below) % (2 * half) + below
+        z: Floats = ((levels - largest / 2) * (section.step * scale)).astype(np.float32)
         self._rotate_back(at, section, z)
         return z[: section.entries]
 

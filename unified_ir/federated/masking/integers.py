@@ -26,10 +26,15 @@ Vector = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class MaskedField:
-    """`entries` integers of every device, each in [0, 2^bits)."""
+    """`entries` integers of every device, each in [0, 2^bits) without noise.
+
+    noise_bits: further bits of the sum. With them, integers may be negative or larger, and whoever
+    adds the noise bounds how rarely the sum wraps around (`privacy/distributed.py`).
+    """
 
     entries: int
     bits: int
+    noise_bits: int = 0
 
     def __post_init__(self) -> None:
         if not (1 <= self.entries <= MAX_ENTRIES and 1 <= self.bits <= MAX_WIDTH):
@@ -37,10 +42,14 @@ class MaskedField:
                 f"a masked field has 1 to {MAX_ENTRIES} entries of 1 to {MAX_WIDTH} bits, got "
                 f"{self.entries} entries of {self.bits} bits"
             )
+        if not 0 <= self.noise_bits <= MAX_WIDTH:
+            raise InvalidInput(
+                f"a masked field has 0 to {MAX_WIDTH} noise bits, got {self.noise_bits}"
+            )
 
     def width(self, devices: int) -> int:
         """Return the bits of an entry of the sum over `devices`. InvalidInput above 56."""
-        width = self.bits + (devices - 1).bit_length()
+        width = self.bits + (devices - 1).bit_length() + self.noise_bits
         if width > MAX_WIDTH:
             raise InvalidInput(
                 f"a sum over {devices} devices of {self.bits} bits needs {width} bits, the limit "
@@ -133,7 +142,7 @@ def _check_vector(field: MaskedField, vector: Vector) -> None:
             f"a masked vector has {field.entries} integers here, got {vector.dtype}{vector.shape}"
         )
     low, high = int(vector.min()), int(vector.max())
-    if low < 0 or high >> field.bits:
+    if not field.noise_bits and (low < 0 or high >> field.bits):
         raise InvalidInput(
             f"a masked integer of {field.bits} bits is in [0, {2**field.bits}), got {low} to {high}"
         )

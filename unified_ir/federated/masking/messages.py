@@ -98,7 +98,7 @@ class MaskingTerms:
             self.base,
             struct.pack(">4Q", *numbers),
             struct.pack(">3d", self.lost_share, self.colluding_share, self.failure),
-            *(struct.pack(">QI", field.entries, field.bits) for field in self.fields),
+            *(struct.pack(">QII", f.entries, f.bits, f.noise_bits) for f in self.fields),
         )
 
 
