@@ -339,6 +339,10 @@ def test_a_colluding_device_with_the_keys_of_another():
     round_ = Round(4)
     cohort = round_.advertise()
     copied = signed_with(round_, 3, mask_key=cohort.advertisements[0].mask_key)
+    other = Round(4)
+    other.cloud.add_keys(cohort.advertisements[0])
+    with pytest.raises(InvalidInput, match="'device-00003' advertised one that is in use already"):
+        other.cloud.add_keys(copied)
     with pytest.raises(InvalidInput, match="every round key is used once"):
         round_.devices[1].share(MaskingCohort(advertisements=(*cohort.advertisements[:3], copied)))
 

@@ -132,7 +132,7 @@ def test_noise_may_make_integers_negative_and_the_sum_is_read_around_its_middle(
     levels = [encoding.encode([update], 1) for _ in range(3)]
     sums = round_.run(lambda i: [levels[i][0].astype(np.int64) + noise[i], levels[i][1]])
     noisy = encoding.decode(sums, 3)[0][0]
-    clear = [np.sum([v[at] for v in levels], axis=0, dtype=np.uint64) for at in (0, 1)]
+    clear = [np.array([v[at] for v in levels], np.uint64).sum(axis=0) for at in (0, 1)]
     plain = encoding.decode(clear, 3)
     rotated = noise.sum(axis=0) * section.step / 3
     expected = (hadamard_matrix(256) @ rotated) * encoding._signs[0]

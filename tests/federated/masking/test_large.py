@@ -61,7 +61,7 @@ def test_an_upload_says_nothing_about_its_update():
 def test_a_hundred_devices_lose_a_third_in_one_phase(phase):
     section = EncodedSection(MILLION, range=1.0)
     fields = UpdateEncoding((section, EncodedSection(512, 4.0, bits=16)), 1000, seed=0).fields
-    round_ = Round(100, terms([(f.entries, f.bits) for f in fields]))
+    round_ = Round(100, terms([(f.entries, f.bits) for f in fields], colluding_share=0.05))
     lost = set(range(0, 99, 3))
     sums = round_.run(lambda i: vectors_of(round_.terms.fields, i), {phase: lost})
     counted = set(range(100)) - lost if phase in {"share", "mask"} else set(range(100))

@@ -60,7 +60,9 @@ class MaskingCloud:
         self._phase = MaskingPhase.KEYS
         self._inputs: dict[int, bytes] = {}
         self._advertisements: dict[str, Advertisement] = {}
+        self._keys: set[bytes] = set()
         self._shares: dict[int, SealedShares] = {}
+        self._commitments: dict[int, bytes] = {}
         self._receipts: dict[int, bytes] = {}
         self._signatures: dict[int, bytes] = {}
         self._revealed: dict[int, RevealedShares] = {}
@@ -83,15 +85,16 @@ class MaskingCloud:
         """Take a device's keys. InvalidInput where they break a rule."""
         self._require(MaskingPhase.KEYS)
         check_advertisement(self._terms, advertisement, self._verifier)
-        earlier = self._advertisements.get(advertisement.device, advertisement)
-        if earlier != advertisement:
+        earlier = self._advertisements.get(advertisement.device)
+        if earlier == advertisement:
+            return
+        if earlier is not None:
             raise Conflict(f"{advertisement.device!r} advertised other keys in this round before")
+        self._check_keys(advertisement)
         if len(self._advertisements) >= MAX_COHORT:
             raise Unavailable(f"a masked cohort has at most {MAX_COHORT} devices; ask fewer")
-        probe = RoundKey.generate()
-        for key in (advertisement.encryption_key, advertisement.mask_key):
-            probe.agree(key)
         self._advertisements[advertisement.device] = advertisement
+        self._keys |= {advertisement.encryption_key, advertisement.mask_key}
 
     def cohort(self) -> MaskingCohort:
         """End the phase of keys and return the answer for every device."""
@@ -130,13 +133,16 @@ class MaskingCloud:
             neighbours = self._session.neighbours_among(i, sharers)
             sealed = {j: self._shares[j].sealed[i] for j in neighbours}
             answers[i] = ShareDelivery(sharers=sharers, sealed=sealed)
+        # From here on only the devices need what was sealed: megabytes in large cohorts.
+        self._commitments = {i: shares.commitment for i, shares in self._shares.items()}
+        self._shares.clear()
         return answers
 
     def add_input(self, masked: MaskedInput) -> None:
         """Verify a masked input and add it to the sum at once."""
         self._check_position(MaskingPhase.INPUTS, masked.position)
         name = self._session.name(masked.position)
-        if masked.position not in self._shares:
+        if masked.position not in self._commitments:
             raise InvalidInput(f"{name} did not share its secrets, so its mask cannot be removed")
         if self._is_repeated(masked.position, masked.data):
             return
@@ -178,7 +184,7 @@ class MaskingCloud:
         neighbours = self._session.neighbours(revealed.position)
         alive = frozenset(self._survivors)
         self_masks = {i for i in neighbours if i in alive}
-        mask_keys = {i for i in neighbours if i not in alive and i in self._shares}
+        mask_keys = {i for i in neighbours if i not in alive and i in self._commitments}
         name = self._session.name(revealed.position)
         if not (
             revealed.self_masks.keys() <= self_masks and revealed.mask_keys.keys() <= mask_keys
@@ -219,6 +225,18 @@ class MaskingCloud:
         """Names of the devices whose sum `sum` returns."""
         return tuple(self._session.devices[i] for i in self._survivors)
 
+    def _check_keys(self, advertisement: Advertisement) -> None:
+        """Refuse keys that would make every device refuse the cohort."""
+        keys = {advertisement.encryption_key, advertisement.mask_key}
+        if len(keys) < 2 or keys & self._keys:
+            raise InvalidInput(
+                f"every round key is used once; {advertisement.device!r} advertised one that is "
+                "in use already"
+            )
+        probe = RoundKey.generate()
+        for key in keys:
+            probe.agree(key)
+
     def _request(self, position: int) -> UnmaskRequest:
         neighbours = self._session.neighbours_among(position, self._survivors)
         receipts = {i: self._receipts[i] for i in neighbours}
@@ -230,7 +248,7 @@ class MaskingCloud:
             for i, revealed in sorted(self._revealed.items())
             if position in revealed.self_masks
         }
-        commitment = self._shares[position].commitment
+        commitment = self._commitments[position]
         what = f"the self mask of {self._session.name(position)}"
         return self._join(shares, what, lambda s: self_mask_commitment(s) == commitment)
 
