@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from triplane.proto.errors import Corrupt, InvalidInput, MissingExtra
@@ -107,6 +107,7 @@ class RoundKey:
 
     private: bytes
     public: bytes
+    _parsed: x25519.X25519PrivateKey = field(compare=False)
 
     @classmethod
     def generate(cls) -> RoundKey:
@@ -117,7 +118,7 @@ class RoundKey:
     def from_private(cls, private: bytes) -> RoundKey:
         """Return the pair of a private key."""
         key = x25519.X25519PrivateKey.from_private_bytes(private)
-        return cls(private, key.public_key().public_bytes_raw())
+        return cls(private, key.public_key().public_bytes_raw(), key)
 
     def agree(self, public: bytes) -> bytes:
         """Return the 32 bytes that both owners compute. InvalidInput for a point of low order.
@@ -125,9 +126,8 @@ class RoundKey:
         The result is not uniform, so it is used through `hkdf` only.
         """
         check_length(public, KEY_BYTES, "an X25519 public key")
-        own = x25519.X25519PrivateKey.from_private_bytes(self.private)
         try:
-            return own.exchange(x25519.X25519PublicKey.from_public_bytes(public))
+            return self._parsed.exchange(x25519.X25519PublicKey.from_public_bytes(public))
         except ValueError as error:
             raise InvalidInput(
                 f"the X25519 public key {public.hex()} is a point of low order, so it would agree "
