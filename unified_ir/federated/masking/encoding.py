@@ -108,7 +108,8 @@ def range_for(norm: float, entries: int, *, deviations: float = 4.0) -> float:
 class UpdateEncoding:
     """The encoding of one round. cap: examples that count at most. seed: public, of the rotation.
 
-    InvalidInput for a cap outside 1 to 2^32.
+    Choose the cap near the examples that devices have, because the error of the mean grows with
+    cap / examples. InvalidInput for a cap outside 1 to 2^32.
     """
 
     sections: tuple[EncodedSection, ...]
