@@ -9,9 +9,10 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from tests.support.xla_training import digits
 
 from triplane.proto.errors import Corrupt, InvalidInput
-from triplane.unified_ir import data, nn, ops, optim, train
+from triplane.unified_ir import nn, ops, optim, train
 from triplane.unified_ir.engines.xla import bucketed
 from triplane.unified_ir.engines.xla.door import exact
 from triplane.unified_ir.engines.xla.engine import XlaEngine
@@ -48,11 +49,6 @@ class Words(nn.Cell):
 
     def construct(self, x):
         return self.head(ops.relu(self.table(x)))
-
-
-def digits(n):
-    held = np.load(data.__path__[0] + "/digits.npz")
-    return held["x"][:n].astype(np.float32)[:, None] / 16, held["y"][:n].astype(np.int64)
 
 
 def words(n):
@@ -112,7 +108,7 @@ def all_reduces(engine, function, trainer, batch):
 
 def check_hlo():
     """XLA compiles one all-reduce for each bucket, of its size, and no other of floats."""
-    batch, cap = digits(48), 4096
+    batch, cap = digits(0, 48), 4096
     loss, optimizer = nn.SoftmaxCrossEntropy(), optim.SGD(0.05)
     trainer = train.Trainer(Net(nn.LayerNorm(6)), loss=loss, optimizer=optimizer)
     trainer.prepare(TensorSpec(("N", 1, 8, 8)), TensorSpec(("N",), "int64"))
@@ -146,7 +142,7 @@ def check_parts():
         engine=XlaEngine(mesh={"data": 8}, buckets="auto"),
     )  # fmt: skip
     before = {k: p.array.copy() for k, p in trainer.cell.parameters().items() if p.trainable}
-    x, y = digits(48)
+    x, y = digits(0, 48)
     with mock.patch.object(bucketed, "measured_times", compute):
         history = trainer.fit((x, y), 1, batch_size=48, progress="none")
     losses = [s / 8 for s in sums if s.size == 1]
@@ -163,7 +159,7 @@ def never(*_):
 
 def check_choice():
     """Measured buckets give the bits of the same ones if given, and a resumed run has them."""
-    what = lambda: Net(nn.BatchNorm2d(8)), digits(144), nn.SoftmaxCrossEntropy()
+    what = lambda: Net(nn.BatchNorm2d(8)), digits(0, 144), nn.SoftmaxCrossEntropy()
     engine: Any = lambda: XlaEngine(mesh={"data": 8}, buckets="auto")
     measuring, given = engine(), engine()
     _, state, said = trained(measuring, *what)
@@ -195,7 +191,7 @@ def check_choice():
 def check_loaded():
     """Programs that were compiled for other buckets do not run after a checkpoint was loaded."""
     engine: Any = XlaEngine(mesh={"data": 8}, buckets="auto")
-    batch = digits(48)
+    batch = digits(0, 48)
     trainer = train.Trainer(
         Net(nn.LayerNorm(6)), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.05),
         engine=engine,
@@ -212,7 +208,7 @@ def check_loaded():
 
 def main():
     # Batches of 48, and a last one of 4, which neither 8 nor 6 devices divide.
-    what = lambda: Net(nn.BatchNorm2d(8)), digits(148), nn.SoftmaxCrossEntropy()
+    what = lambda: Net(nn.BatchNorm2d(8)), digits(0, 148), nn.SoftmaxCrossEntropy()
     one = trained("xla", *what)
     said = compare(XlaEngine(mesh={"data": 8}, buckets=4096), one, *what)
     assert "engine xla on 8 of 8 x CPU, for the mesh data=8, gradients in buckets" in said, said

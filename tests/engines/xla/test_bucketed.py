@@ -16,11 +16,12 @@ from triplane.unified_ir.engines.xla.engine import XlaEngine
 from triplane.unified_ir.engines.xla.measure import link_cost
 from triplane.unified_ir.passes.sharding import read_topology
 
+ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = Path(__file__).parent / "bucketed_training.py"
 
 
 def run(*argv):
-    env = {**os.environ, "JAX_NUM_CPU_DEVICES": "8"}
+    env = {**os.environ, "JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": str(ROOT)}
     return subprocess.run([sys.executable, *argv], env=env, capture_output=True, text=True,
                           check=False)  # fmt: skip
 

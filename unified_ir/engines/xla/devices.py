@@ -12,7 +12,7 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.proto.suggestions import suggestion
-from triplane.unified_ir.engines.xla.door import jax
+from triplane.unified_ir.engines.xla.door import jax, jax_devices
 from triplane.unified_ir.engines.xla.processes import Processes
 from triplane.unified_ir.ir.dims import is_symbol
 from triplane.unified_ir.ir.graph import Function, Value
@@ -86,6 +86,7 @@ class Devices:
                     f"shard={{'*.weight': ('model', None)}}, got {value!r}"
                 )
         _check_shard(shard or {})
+        jax_devices()  # so that what is wrong with them is named here
         self.axes = dict(mesh or {})
         self._shard = {pattern: tuple(axes) for pattern, axes in (shard or {}).items()}
         self._mesh: Any = None
@@ -93,6 +94,7 @@ class Devices:
         self.revision = 0
         """Rises when programs that were compiled before no longer fit."""
         self._whole: set[int] = set()
+        self._unsplit = [p for p, axes in self._shard.items() if any(axes)]
         self.say: Callable[[str], None] = lambda _: None
         _check_axes(self.axes, self._shard)
         if mesh:
@@ -101,7 +103,7 @@ class Devices:
 
     def __str__(self) -> str:
         """Say which devices these are, and why."""
-        there = jax.devices()
+        there = jax_devices()
         first = there[0]
         kind = first.platform.upper()
         named = kind if kind == "CPU" else f"{kind} ({first.device_kind})"
@@ -133,7 +135,9 @@ class Devices:
         """
         if self._mesh is None:
             return None
-        state = [self.of_state(n, function.param(n).type.concrete({})) for n in donate]
+        own = {n: function.param(n).type.concrete({}) for n in donate}
+        self._say_unsplit(own)
+        state = [self.of_state(n, x) for n, x in own.items()]
         batch = [self.of_batch(function.param(n), x, lead) for n, x in shapes.items()]
         return Placement(state, batch, self._sharding())
 
@@ -180,6 +184,17 @@ class Devices:
                 f"a batch of {rows} rows does not divide by {DATA}={self.axes[DATA]}: each device "
                 "computes all of it, which is right, but not faster"
             )
+
+    def _say_unsplit(self, state: Mapping[str, Shape]) -> None:
+        """Say once for each pattern of `shard` that it splits no tensor."""
+        for pattern in self._unsplit.copy() if state else ():
+            self._unsplit.remove(pattern)
+            named = [n for n in state if _matches(n, pattern)]
+            if named and not any(self._axes_of(n, state[n]) for n in named):
+                self.say(
+                    f"shard {pattern!r} splits none of the {len(named)} tensors of such names, "
+                    f"such as {named[0]} of shape {state[named[0]]}: each device has all of them"
+                )
 
     def place(self, name: str, x: Any) -> Any:
         """Return a copy of a state tensor where it belongs."""
@@ -235,6 +250,14 @@ def _check_axes(mesh: Mapping[str, int], shard: Mapping[str, Axes]) -> None:
             )
     if shard and not mesh:
         raise InvalidInput("shard splits state over a mesh; give one, such as data=2,model=2")
+    used = {DATA, *(axis for axes in shard.values() for axis in axes)}
+    for name, n in mesh.items():
+        if n > 1 and name not in used:
+            raise InvalidInput(
+                f"nothing is split over the axis {name!r} of the mesh: a batch is split over "
+                f"{DATA!r}, and state as shard says, as in '*.weight={name},-'; leave the axis out "
+                "or name it there"
+            )
     for pattern, axes in shard.items():
         for axis in axes:
             if axis is not None and axis not in mesh:
@@ -266,7 +289,7 @@ def _first(axes: Mapping[str, int]) -> list[Any]:
 
 def first_devices(wanted: int, what: str) -> list[Any]:
     """Return so many devices; InvalidInput if JAX has fewer, in the name of what needs them."""
-    there = jax.devices()
+    there = jax_devices()
     if len(there) < wanted:
         kind = there[0].platform.upper()
         way = (

@@ -12,7 +12,7 @@ from triplane.proto.suggestions import check_choice
 from triplane.unified_ir.engines.pipelined import PipelineStep
 from triplane.unified_ir.engines.xla.bucketed import BucketedDevices
 from triplane.unified_ir.engines.xla.devices import DATA, Devices
-from triplane.unified_ir.engines.xla.door import jax
+from triplane.unified_ir.engines.xla.door import jax_devices
 from triplane.unified_ir.engines.xla.hosts import Hosts
 from triplane.unified_ir.engines.xla.pipeline_program import PipelineProgram, StageDevices
 from triplane.unified_ir.engines.xla.planned import PlannedDevices
@@ -22,6 +22,8 @@ from triplane.unified_ir.ir.graph import Array, Function
 from triplane.unified_ir.ops.rows.control.custom_ops import with_kernels
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.passes.sharding import Topology
+from triplane.unified_ir.passes.sharding.problem import with_strategies_outside
+from triplane.unified_ir.passes.sharding.topology import assumed_topology
 
 
 class XlaEngine:
@@ -91,8 +93,9 @@ class XlaEngine:
             if mesh or shard:
                 raise InvalidInput("parallel='auto' chooses mesh and shard; give one or the other")
         self.processes = None if hosts is None else join(hosts)
-        if hosts is not None and parallel is None and not mesh:
-            mesh = {DATA: len(jax.devices())}
+        if self.processes is not None:
+            mesh = mesh or ({DATA: len(jax_devices())} if parallel is None else None)
+            topology = topology or assumed_topology(self.processes.devices_per_host)
         if parallel is not None:
             self.devices = PlannedDevices(devices, memory_bytes=memory_bytes, topology=topology)
         elif buckets is not None:
@@ -116,6 +119,8 @@ class XlaEngine:
     def compile(self, function: Function, *, donate: Collection[str] = ()) -> XlaProgram:
         """See `Engine`. With stages, all but training steps run whole on the first device."""
         devices = Devices() if isinstance(self.devices, StageDevices) else self.devices
+        if isinstance(devices, PlannedDevices):
+            function = with_strategies_outside(function)
         return XlaProgram(
             with_kernels(TABLE, function, self.name), donate, devices,
             deterministic=self.deterministic,
@@ -139,7 +144,7 @@ class XlaEngine:
 
 def _check_all_used(devices: int | None) -> None:
     """Refuse a number of devices that leaves some process without one; None: all."""
-    there = len(jax.devices())
+    there = len(jax_devices())
     if devices not in {None, there}:
         raise InvalidInput(
             f"a run of several processes uses all their devices, {there}, got {devices}; each "
