@@ -143,6 +143,37 @@ def test_a_ledger_that_went_missing():
         round_.devices[0].sign(round_.survivors)
 
 
+def test_a_ledger_of_another_session():
+    round_ = masked()
+    entry = replace(round_.stores[1].load().entries["run-1", BASE.hex()], session="00" * 32)
+    round_.stores[0].save(round_.stores[0].load().with_(round_.terms, entry))
+    with pytest.raises(Conflict, match="does not contain this round's contribution"):
+        round_.devices[0].sign(round_.survivors)
+
+
+def test_a_second_list_after_a_signature_that_failed():
+    # What the ledger says was signed counts, whether or not the signature left the device.
+    round_ = masked()
+    device = round_.devices[0]
+    device._signer, signer = None, device._signer
+    with pytest.raises(AttributeError):
+        device.sign(round_.survivors)
+    device._signer = signer
+    with pytest.raises(Conflict, match="one list of survivors in a round"):
+        device.sign(SurvivorSet(positions=tuple(range(7))))
+    device.sign(round_.survivors)
+
+
+@pytest.mark.parametrize("size", [2, 10_001])
+def test_a_cohort_of_another_size_costs_no_verification(size):
+    round_ = Round(4)
+    own = round_.advertise().advertisements[0]
+    device = round_.devices[0]
+    device._verifier = None
+    with pytest.raises(InvalidInput, match=f"and {size} devices"):
+        device.share(MaskingCohort(advertisements=(own,) * size))
+
+
 def test_replayed_keys_of_an_earlier_round():
     earlier, round_ = Round(4), Round(4, terms(attempt=1))
     old, new = earlier.advertise(), round_.advertise()

@@ -85,15 +85,14 @@ def test_rounding_is_unbiased():
     assert section.step / 2 > 0.3
 
 
-def test_large_entries_are_clipped_to_the_range_after_the_rotation():
-    section = EncodedSection(256, range=1.0, bits=8)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_large_entries_are_clipped_to_the_range_after_the_rotation(sign):
+    encoding = UpdateEncoding((EncodedSection(256, range=1.0, bits=8),), 1, seed=0)
     update = np.zeros(256, np.float32)
-    update[0] = 1e29
-    means, _ = UpdateEncoding((section,), 1, seed=0).decode(
-        summed(UpdateEncoding((section,), 1, seed=0), [[update]], [1]), 1
-    )
+    update[0] = sign * 1e29
+    means, _ = encoding.decode(summed(encoding, [[update]], [1]), 1)
     # One entry becomes 256 of the same size; each is clipped to 1.
-    assert means[0][0] == pytest.approx(16.0, rel=1e-3)
+    assert means[0][0] == pytest.approx(sign * 16.0, rel=1e-3)
     assert np.abs(means[0][1:]).max() < 1e-3
 
 

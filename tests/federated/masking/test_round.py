@@ -146,6 +146,21 @@ def test_too_many_losses_name_the_threshold(phase, message):
         round_.run(integers(round_), {phase: set(members) - set(alive)})
 
 
+def test_too_few_neighbours_of_a_device_are_named():
+    round_ = Round(5)
+    with pytest.raises(
+        Unavailable,
+        match="3 neighbours of every device must have shared their secrets; for 3 devices fewer",
+    ):
+        round_.run(integers(round_), {"share": {1, 2}})
+
+
+def test_the_least_cohort_is_named_where_it_is_more_than_half():
+    round_ = Round(12, terms(least=10))
+    with pytest.raises(Unavailable, match=r"at least 10 of 12 devices .* 9 did"):
+        round_.run(integers(round_), {"mask": {1, 2, 3}})
+
+
 def test_too_small_a_cohort_is_named():
     round_ = Round(4, terms(least=5))
     with pytest.raises(Unavailable, match="least cohort 5 and 4 devices"):

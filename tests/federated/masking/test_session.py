@@ -68,6 +68,9 @@ def test_a_key_encrypts_one_message_only(round_):
     assert session.open(secrets[1].encryption, 0, 1, sealed[0, 1]) == bytes(74)
     with pytest.raises(Corrupt, match="another pair or round"):
         session.open(secrets[0].encryption, 1, 0, sealed[0, 1])
+    later = MaskingSession(terms(round=2), round_.cohort)
+    with pytest.raises(Corrupt, match="another pair or round"):
+        later.open(secrets[1].encryption, 0, 1, sealed[0, 1])
 
 
 def test_neighbours_derive_the_same_mask_and_nobody_else_does(round_):
@@ -78,6 +81,7 @@ def test_neighbours_derive_the_same_mask_and_nobody_else_does(round_):
     }
     assert masks[0, 1] == masks[1, 0]
     assert len(set(masks.values())) == 3
+    assert session.pair_mask_key(keys[0], 0, 2) != session.pair_mask_key(keys[0], 1, 2)
     # Another round with the same keys has other masks.
     later = MaskingSession(terms(round=2), round_.cohort)
     assert later.pair_mask_key(keys[0], 0, 1) != masks[0, 1]
