@@ -142,9 +142,12 @@ class UpdateEncoding:
         vectors = [self._levels(i, section, x, weight) for i, (section, x) in pairs]
         return (*vectors, np.array([weight], np.uint64))
 
-    def decode(self, sums: Sequence[Vector], devices: int) -> tuple[tuple[Floats, ...], int]:
+    def decode(
+        self, sums: Sequence[Vector], devices: int, *, cohort: int
+    ) -> tuple[tuple[Floats, ...], int]:
         """Return (weighted mean of the updates, sum of the weights) of the sum over `devices`.
 
+        cohort: devices that the round began with, which decide the modulus.
         InvalidInput if no such sum is possible, for example because a device lied about its weight.
         """
         *vectors, weights = sums
@@ -156,7 +159,9 @@ class UpdateEncoding:
             )
         pairs = enumerate(zip(self.sections, vectors, strict=True))
         means = [
-            self._mean(i, section, total, devices, self.cap / weight)
+            self._mean(
+                i, section, _centred(i, section, total, devices, cohort), self.cap / weight
+            )
             for i, (section, total) in pairs
         ]
         return tuple(means), weight
@@ -178,21 +183,8 @@ class UpdateEncoding:
             levels[start : start + _CHUNK] = level
         return levels
 
-    def _mean(
-        self, at: int, section: EncodedSection, total: Vector, devices: int, scale: float
-    ) -> Floats:
-        if total.shape != (section.padded,) or total.dtype != np.uint64:
-            raise InvalidInput(
-                f"the sum of section {at} is uint64[{section.padded}], got "
-                f"{total.dtype}{total.shape}"
-            )
-        # Noise may make a sum negative or larger, so it is read as the number modulo 2^width that
-        # is nearest to the middle of what is possible without noise.
-        half = 1 << (section.field.width(devices) - 1)
-        largest = devices * ((1 << section.bits) - 1)
-        below = (largest + 1) // 2 - half
-        levels = (total.astype(np.int64) - below) % (2 * half) + below
-        z: Floats = ((levels - largest / 2) * (section.step * scale)).astype(np.float32)
+    def _mean(self, at: int, section: EncodedSection, centred: npt.NDArray[np.float64], scale: float) -> Floats:
+        z: Floats = (centred * (section.step * scale)).astype(np.float32)
         self._rotate_back(at, section, z)
         return z[: section.entries]
 
@@ -212,6 +204,23 @@ class UpdateEncoding:
         """The public signs of each section, from one stream of random bits."""
         draws = Draws(self.seed, 0, "", "masking rotation")
         return tuple(_random_signs(draws, section.padded) for section in self.sections)
+
+
+def _centred(
+    at: int, section: EncodedSection, total: Vector, devices: int, cohort: int
+) -> npt.NDArray[np.float64]:
+    """Return the sums of levels less their middle, which is the sum of zeros."""
+    if total.shape != (section.padded,) or total.dtype != np.uint64:
+        raise InvalidInput(
+            f"the sum of section {at} is uint64[{section.padded}], got {total.dtype}{total.shape}"
+        )
+    # Noise may make a sum negative or larger, so it is read as the number modulo 2^width that is
+    # nearest to the middle of what is possible without noise.
+    half = 1 << (section.field.width(cohort) - 1)
+    largest = devices * ((1 << section.bits) - 1)
+    below = (largest + 1) // 2 - half
+    levels = (total.astype(np.int64) - below) % (2 * half) + below
+    return levels - largest / 2
 
 
 def _check_entries(at: int, section: EncodedSection, x: npt.NDArray[Any]) -> None:
