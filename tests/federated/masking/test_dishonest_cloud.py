@@ -378,6 +378,22 @@ def test_a_colluding_device_with_the_keys_of_another():
         round_.devices[1].share(MaskingCohort(advertisements=(*cohort.advertisements[:3], copied)))
 
 
+@pytest.mark.parametrize("second", [lambda x: x | 1 << 255, lambda x: 2**255 - 19 + x % 19])
+@pytest.mark.parametrize("key", ["encryption_key", "mask_key"])
+def test_a_colluding_device_with_a_key_in_a_second_encoding(key, second):
+    # X25519 ignores the highest bit and reduces modulo p; such a key would pass for another one,
+    # and no private key that is recovered of shares would match it.
+    round_ = Round(4)
+    cohort = round_.advertise()
+    number = int.from_bytes(getattr(cohort.advertisements[0], key), "little")
+    copied = signed_with(round_, 3, **{key: second(number).to_bytes(32, "little")})
+    other = Round(4)
+    with pytest.raises(InvalidInput, match=r"of 'device-00003' is not below 2\^255 - 19"):
+        other.cloud.add_keys(copied)
+    with pytest.raises(InvalidInput, match=r"of 'device-00003' is not below 2\^255 - 19"):
+        round_.devices[1].share(MaskingCohort(advertisements=(*cohort.advertisements[:3], copied)))
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2, 2), (1, 0, 2, 3), (0, 1, 2, 3, 3), (0, 0, 1, 2, 3)])
 def test_a_cohort_lists_each_device_once_in_order(order):
     round_ = Round(4)

@@ -47,6 +47,10 @@ def test_a_ledger_survives_a_restart():
         b"\xff\xfe",
         b"[" * 100_000,
         b'[["run","00",{"round":1}]]',
+        b'[["run","00",5]]',
+        b'[[1,"00",{"round":1,"attempt":1,"session":"","survivors":"","self_masks":[],'
+        b'"mask_keys":[]}],["run","00",{"round":1,"attempt":1,"session":"","survivors":"",'
+        b'"self_masks":[],"mask_keys":[]}]]',
         b'[["run","00",{"round":1,"attempt":1,"session":"","more":1}]]',
         MaskingLedger().with_(terms(), ENTRY).encode()[:-3],
         MaskingLedger().with_(terms(), ENTRY).encode() + b" ",

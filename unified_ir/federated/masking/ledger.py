@@ -63,14 +63,14 @@ class MaskingLedger:
         """Return what `encode` wrote. Corrupt for anything else."""
         try:
             rows = json.loads(data)
-            entries = {(run, base): _entry(values) for run, base, values in rows}
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            ledger = cls({(run, base): _entry(values) for run, base, values in rows})
+            unchanged = ledger.encode() == data
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise Corrupt(
                 f"the masking ledger cannot be read ({error}); this device must not contribute to "
                 "masked runs that began before now"
             ) from error
-        ledger = cls(entries)
-        if ledger.encode() != data:
+        if not unchanged:
             raise Corrupt("the masking ledger was changed after it was written")
         return ledger
 
