@@ -136,6 +136,39 @@ def test_two_attempts_at_once():
         rounds[1].mask(range(4), integers(rounds[1]))
 
 
+def test_two_attempts_at_the_same_time():
+    # Both have checked the ledger before either of them writes to it.
+    stores = [MemoryStore() for _ in range(4)]
+    rounds = [Round(4, terms(attempt=i), stores=stores) for i in range(2)]
+    for round_ in rounds:
+        round_.advertise()
+        round_.share(range(4))
+    stores[0].meanwhile = lambda: rounds[1].mask(range(4), integers(rounds[1]))
+    with pytest.raises(Conflict, match="once for each run and base state"):
+        rounds[0].devices[0].mask(rounds[0].deliveries[0], vectors_of(rounds[0].terms.fields, 0))
+    assert [ledger.entries["run-1", BASE.hex()].attempt for ledger in stores[0].saved] == [1]
+
+
+def test_two_lists_of_survivors_at_the_same_time():
+    round_ = masked()
+    device = round_.devices[0]
+    fewer = SurvivorSet(positions=tuple(range(7)))
+    round_.stores[0].meanwhile = lambda: device.sign(round_.survivors)
+    with pytest.raises(Conflict, match="one list of survivors in a round"):
+        device.sign(fewer)
+
+
+def test_two_runs_at_the_same_time_lose_no_entry():
+    stores = [MemoryStore() for _ in range(4)]
+    rounds = [Round(4, terms(run=f"run-{i}"), stores=stores) for i in range(2)]
+    for round_ in rounds:
+        round_.advertise()
+        round_.share(range(4))
+    stores[0].meanwhile = lambda: rounds[1].mask(range(4), integers(rounds[1]))
+    rounds[0].devices[0].mask(rounds[0].deliveries[0], vectors_of(rounds[0].terms.fields, 0))
+    assert sorted(run for run, _ in stores[0].load().entries) == ["run-0", "run-1"]
+
+
 def test_a_ledger_that_went_missing():
     round_ = masked()
     round_.stores[0].saved.clear()
@@ -146,7 +179,7 @@ def test_a_ledger_that_went_missing():
 def test_a_ledger_of_another_session():
     round_ = masked()
     entry = replace(round_.stores[1].load().entries["run-1", BASE.hex()], session="00" * 32)
-    round_.stores[0].save(round_.stores[0].load().with_(round_.terms, entry))
+    round_.stores[0].update(lambda ledger: ledger.with_(round_.terms, entry))
     with pytest.raises(Conflict, match="does not contain this round's contribution"):
         round_.devices[0].sign(round_.survivors)
 
