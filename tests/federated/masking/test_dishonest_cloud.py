@@ -268,7 +268,7 @@ def test_too_few_sharers():
     ("changes", "positions", "message"),
     [
         ({"least": 6}, (0, 1, 2, 3, 4), "at least 6 devices, the cloud lists 5"),
-        ({}, (0, 1, 2), "must contain 4 of this device's 7 neighbours, the cloud lists 2"),
+        ({}, (0, 1, 2, 3), "must contain 4 of this device's 7 neighbours, the cloud lists 3"),
         ({}, (1, 2, 3, 4, 5), "do not contain this device, 'device-00000'"),
         ({}, (0, 2, 1, 3, 4), "rise strictly"),
         ({}, (0, 1, 1, 3, 4, 5), "rise strictly"),
@@ -316,6 +316,31 @@ def test_different_sharers_for_different_devices():
     signatures = {i: round_.devices[i].sign(everyone).signature for i in range(1, 8)}
     with pytest.raises(InvalidInput, match=r"lists 'device-00000' \(0\) .* same sharers"):
         round_.devices[1].unmask(UnmaskRequest(signatures=signatures, receipts={0: receipt}))
+
+
+def test_signatures_of_devices_with_other_sharers_do_not_count():
+    # All sign the same survivors, but three of them believe that device 7 never shared.
+    round_ = Round(8)
+    round_.advertise()
+    deliveries = round_.share(range(8))
+    few = tuple(range(7))
+    for i in range(7):
+        own = {j: s for j, s in deliveries[i].sealed.items() if j in few}
+        delivery = ShareDelivery(sharers=few, sealed=own) if i < 3 else deliveries[i]
+        round_.devices[i].mask(delivery, vectors_of(round_.terms.fields, i))
+    survivors = SurvivorSet(positions=few)
+    signatures = {i: round_.devices[i].sign(survivors).signature for i in few}
+    with pytest.raises(InvalidInput, match="shows 4 valid signatures of 7; no share"):
+        round_.devices[3].unmask(UnmaskRequest(signatures=signatures, receipts={}))
+
+
+def test_a_key_that_the_cloud_replaced():
+    round_ = Round(4)
+    listed, other = round_.advertise().advertisements, Round(4).devices[3].advertise()
+    for key in ("encryption_key", "mask_key"):
+        replaced = replace(listed[3], **{key: getattr(other, key)})
+        with pytest.raises(InvalidInput, match="'device-00003' are not signed"):
+            round_.devices[0].share(MaskingCohort(advertisements=(*listed[:3], replaced)))
 
 
 def test_withheld_shares():

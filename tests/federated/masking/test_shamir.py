@@ -61,6 +61,13 @@ def test_fewer_shares_fit_every_secret():
     assert len(secrets) == 50
 
 
+def test_coefficients_are_drawn_from_the_whole_field():
+    # At x = 1, a share of zero by two holders is the coefficient itself.
+    drawn = [int.from_bytes(split_secret(bytes(32), 2, range(2))[0], "big") for _ in range(60)]
+    assert max(drawn) > PRIME // 2 > min(drawn)
+    assert all(y.bit_length() > 200 for y in drawn)
+
+
 def test_equal_secrets_have_different_shares():
     first, second = (split_secret(bytes(32), 2, range(3)) for _ in range(2))
     assert not set(first.values()) & set(second.values())

@@ -1,9 +1,9 @@
 """A device's side of one masked round.
 
 Call `advertise`, `share`, `mask`, `sign` and `unmask` in this order, each with the cloud's newest
-answer. A repeated call with an equal message returns the first answer again; with another message
-it is refused, and nothing is sent. Calls come one at a time. All secrets are new in every round and are never stored, so
-after a restart the device leaves the round (`ledger.py`).
+answer, one call at a time. A repeated call with an equal message returns the first answer again;
+with another message it is refused, and nothing is sent. All secrets are new in every round and are
+never stored, so after a restart the device leaves the round (`ledger.py`).
 """
 
 from __future__ import annotations
