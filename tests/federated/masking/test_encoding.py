@@ -105,7 +105,12 @@ def test_the_least_and_the_largest_sum_are_read_as_such(devices, noise_bits):
         sums = [np.full(256, total, np.uint64), np.array([devices], np.uint64)]
         rotated = np.abs(encoding.decode(sums, devices, cohort=devices)[0][0])
         assert rotated.max() == pytest.approx(16 * abs(level))
-        assert encoding.decode(sums, devices, cohort=devices)[0][0].sum() * level * encoding._signs[0][0] > 0
+        assert (
+            encoding.decode(sums, devices, cohort=devices)[0][0].sum()
+            * level
+            * encoding._signs[0][0]
+            > 0
+        )
 
 
 def test_the_rotation_spreads_a_few_large_entries():

@@ -52,7 +52,7 @@ def test_the_digest_covers_every_key_and_every_term_but_no_signature(round_):
                 "attempt": 1,
                 "group": 1,
                 "fields": ((50, 9),),
-                                "lost_share": 0.1,
+                "lost_share": 0.1,
                 "colluding_share": 0.01,
                 "failure": 1e-9,
             }.items()

@@ -43,7 +43,7 @@ from triplane.unified_ir.federated.masking.session import (
 from triplane.unified_ir.federated.masking.shamir import join_shares, parse_share, wrong_shares
 
 MAX_CHOICES: Final = 64
-"""Sets of shares to try where more than half of the surplus is wrong; all of them for up to 9 devices."""
+"""Sets of shares to try where more than half of the surplus is wrong: all, for up to 9 devices."""
 
 
 class MaskingPhase(IntEnum):

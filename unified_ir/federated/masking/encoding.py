@@ -159,9 +159,7 @@ class UpdateEncoding:
             )
         pairs = enumerate(zip(self.sections, vectors, strict=True))
         means = [
-            self._mean(
-                i, section, _centred(i, section, total, devices, cohort), self.cap / weight
-            )
+            self._mean(i, section, _centred(i, section, total, devices, cohort), self.cap / weight)
             for i, (section, total) in pairs
         ]
         return tuple(means), weight
@@ -183,7 +181,9 @@ class UpdateEncoding:
             levels[start : start + _CHUNK] = level
         return levels
 
-    def _mean(self, at: int, section: EncodedSection, centred: npt.NDArray[np.float64], scale: float) -> Floats:
+    def _mean(
+        self, at: int, section: EncodedSection, centred: npt.NDArray[np.float64], scale: float
+    ) -> Floats:
         z: Floats = (centred * (section.step * scale)).astype(np.float32)
         self._rotate_back(at, section, z)
         return z[: section.entries]
