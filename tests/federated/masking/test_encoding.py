@@ -205,7 +205,15 @@ def test_sums_that_no_devices_can_have_are_refused():
 
 @pytest.mark.parametrize(
     "arguments",
-    [(0, 1.0), (1, 0.0), (1, float("nan")), (1, float("inf")), (1, 1.0, 0), (1, 1.0, 25)],
+    [
+        (0, 1.0),
+        (1, 0.0),
+        (1, float("nan")),
+        (1, 1e-300),
+        (1, float("inf")),
+        (1, 1.0, 0),
+        (1, 1.0, 25),
+    ],
 )
 def test_sections_have_limits(arguments):
     with pytest.raises(InvalidInput, match="a section has"):

@@ -38,6 +38,7 @@ MAX_LEVEL_BITS: Final = 24
 MAX_ENTRY: Final = 1e30
 """Sums of a block of larger entries could pass the range of float32."""
 _CHUNK: Final = 1 << 16
+_FLOAT32: Final = np.finfo(np.float32)
 
 Floats = npt.NDArray[np.float32]
 
@@ -56,9 +57,9 @@ class EncodedSection:
     noise_bits: int = 0
 
     def __post_init__(self) -> None:
-        if not (0 < self.range < float(np.finfo(np.float32).max)) or self.entries < 1:
+        if not (_FLOAT32.tiny <= self.range < _FLOAT32.max) or self.entries < 1:
             raise InvalidInput(
-                f"a section has entries and a positive, finite range, got {self.entries} entries "
+                f"a section has entries and a range that float32 has, got {self.entries} entries "
                 f"and range {self.range}"
             )
         if not (1 <= self.bits <= MAX_LEVEL_BITS and 0 <= self.noise_bits <= MAX_LEVEL_BITS):
@@ -220,7 +221,7 @@ def _centred(
     largest = devices * ((1 << section.bits) - 1)
     below = (largest + 1) // 2 - half
     levels = (total.astype(np.int64) - below) % (2 * half) + below
-    return levels - largest / 2
+    return levels.astype(np.float64) - largest / 2
 
 
 def _check_entries(at: int, section: EncodedSection, x: npt.NDArray[Any]) -> None:
