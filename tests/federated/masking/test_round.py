@@ -170,6 +170,14 @@ def test_too_small_a_cohort_is_named():
         round_.advertise()
 
 
+def test_all_requests_share_one_table_of_signatures():
+    # A copy for each of 10,000 survivors would need gigabytes.
+    round_ = Round(4)
+    with pytest.raises(Unavailable):
+        round_.run(integers(round_), {"unmask": set(range(4))})
+    assert len({id(request.signatures) for request in round_.requests.values()}) == 1
+
+
 def test_late_shares_can_still_be_revealed():
     round_ = Round(6)
     with pytest.raises(Unavailable, match="shares recover"):

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import IntEnum
+from types import MappingProxyType
 from typing import Final
 
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, Unavailable
@@ -182,7 +183,12 @@ class MaskingCloud:
                 f"{len(self._survivors)} did; the round cannot be unmasked"
             )
         self._phase = MaskingPhase.REVEALS
-        return {i: self._request(i) for i in self._survivors}
+        # One table for all requests: copies for 10,000 survivors would need gigabytes.
+        signatures = MappingProxyType(dict(self._signatures))
+        return {
+            i: UnmaskRequest(signatures=signatures, receipts=self._receipts_for(i))
+            for i in self._survivors
+        }
 
     def add_reveal(self, revealed: RevealedShares) -> None:
         """Take the shares that a survivor reveals."""
@@ -243,10 +249,9 @@ class MaskingCloud:
         for key in keys:
             probe.agree(key)
 
-    def _request(self, position: int) -> UnmaskRequest:
-        neighbours = self._session.neighbours_among(position, self._survivors)
-        receipts = {i: self._receipts[i] for i in neighbours}
-        return UnmaskRequest(signatures=dict(self._signatures), receipts=receipts)
+    def _receipts_for(self, position: int) -> dict[int, bytes]:
+        neighbours = self._session.neighbours_among(position, self._receipts.keys())
+        return {i: self._receipts[i] for i in neighbours}
 
     def _seed(self, position: int) -> bytes:
         shares = {
