@@ -15,7 +15,7 @@ from triplane.cloud.federation.plan_signing import least_of, sign_plan
 from triplane.cloud.registry.names import Reference
 from triplane.cloud.trust.checks import read_plan_policy
 from triplane.cloud.trust.roles import parse
-from triplane.cloud.trust.signing import SigningResult, sign_plan_policy
+from triplane.cloud.trust.signing import SigningResult, change_plan_policy
 from triplane.proto.errors import NotFound
 from triplane.proto.federation_pb2 import GetRunRequest
 from triplane.proto.plan_statement import Least, PlanPolicy, PlanRule
@@ -84,8 +84,9 @@ def allow_plans(
         if not tensors:
             tensors, left_out = _parameters(remote, model)
         rule = PlanRule(algorithms or ("*",), tensors, Least.of_fields(least))
-        policy = PlanPolicy({**stored_plan_policy(remote).models, name: rule})
-        signed = sign_plan_policy(remote, policy, keys)
+        policy, signed = change_plan_policy(
+            remote, lambda before: PlanPolicy({**before.models, name: rule}), keys
+        )
     lines = [_policy_text(name, signed), f"tensors that may leave a device: {_some(rule.tensors)}"]
     if left_out:
         lines.append(
@@ -111,13 +112,16 @@ def _parameters(remote: Remote, reference: str) -> tuple[tuple[str, ...], list[s
 def forbid_plans(cloud: Calls, *, model: str, keys: Path) -> tuple[dict[str, Any], str]:
     """Sign a policy without `model`: people sign each of its plans."""
     with remote_at(cloud) as remote:
-        models = dict(stored_plan_policy(remote).models)
-        if models.pop(model, None) is None:
-            listed = ", ".join(sorted(models)) or "none"
-            raise NotFound(f"the policy for plans has no rule for {model!r} (listed: {listed})")
-        policy = PlanPolicy(models)
-        signed = sign_plan_policy(remote, policy, keys)
+        policy, signed = change_plan_policy(remote, lambda before: _without(before, model), keys)
     return {"plans": plan_policy_record(policy)}, _policy_text(model, signed)
+
+
+def _without(policy: PlanPolicy, model: str) -> PlanPolicy:
+    models = dict(policy.models)
+    if models.pop(model, None) is None:
+        listed = ", ".join(sorted(models)) or "none"
+        raise NotFound(f"the policy for plans has no rule for {model!r} (listed: {listed})")
+    return PlanPolicy(models)
 
 
 def _policy_text(model: str, signed: SigningResult) -> str:
