@@ -71,3 +71,21 @@ def test_a_root_brought_by_hand_must_lead_to_the_clouds_metadata(tmp_path):
         await asyncio.to_thread(client_in(tmp_path).enrol, token, cloud.enrol_address, root=ours)
 
     enrolled(tmp_path, story)
+
+
+def test_a_root_brought_by_hand_replaces_the_one_that_a_cloud_gave_before(tmp_path):
+    """The owner enrols again with the root of the offline keys, because the first may be false."""
+
+    async def story(cloud):
+        client = client_in(tmp_path)
+        token = await token_for(cloud, "ann")
+        await asyncio.to_thread(client.enrol, token, cloud.enrol_address)
+        given.make_home(tmp_path / "other")
+        stored = tmp_path / "ann" / "trust" / BOOTSTRAP
+        stored.write_bytes((tmp_path / "other" / "keys" / "root.json").read_bytes())
+        token = await token_for(cloud, "ann-2")
+        ours = tmp_path / "keys" / "root.json"
+        await asyncio.to_thread(client.enrol, token, cloud.enrol_address, root=ours)
+        assert stored.read_bytes() == ours.read_bytes()
+
+    enrolled(tmp_path, story)
