@@ -155,6 +155,8 @@ class TaskRunner:
         path = self._fetch(task.plan, self._blobs, wanted, stop)
         # Before anything in the plan is used, or any other file is fetched for it.
         statement = self._signed.require(task, path)
+        if task.message is not None:
+            self._signed.check_message(statement, task)
         if not task.inline_state or task.message is not None:
             self._fetch(task.state, self._states, wanted, stop)
         if task.message is not None:

@@ -46,7 +46,8 @@ def fetch_root(folder: Path, identity: IdentityFolder, machine: str, root: Path 
     """Store the first root of trust in `folder`, unless it has one, from the cloud's main port.
 
     root: file of the first root, to trust instead of the cloud's own or of the stored one.
-    Corrupt: the cloud's metadata does not follow from it. Unavailable: the main port does not answer.
+    Corrupt: the cloud's metadata does not follow from it. Unavailable: the main port does not
+    answer.
     """
     with connect(identity) as channel:
         try:

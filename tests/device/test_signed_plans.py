@@ -11,10 +11,11 @@ from tests.support.deadlines import within
 from triplane.device.home import DeviceHome, DeviceSettings
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import InvalidInput, NotFound
-from triplane.proto.plan_statement import Least, PlanRule
+from triplane.proto.plan_statement import MAX_LEAST, Least, PlanRule
 from triplane.proto.signed.trust import Trust
 from triplane.proto.signed_fields import AUTO
 from triplane.unified_ir.federated.core.files import write_state
+from triplane.unified_ir.federated.core.learn import Shard
 
 SHARD = plans.shard(held_out=6)
 SEEN = {"seen": np.zeros((20, 2), np.float32)}
@@ -29,17 +30,17 @@ SHARED = ("*w", "bias")
 """Patterns of what an honest plan of `tests.federated.core.plans` shares."""
 
 
-def answer(folder, task_of, *, settings=None, before=lambda _: None):
+def answer(folder, task_of, *, settings=None, before=lambda _: None, shard=SHARD, **options):
     """What a device says of the one task that `task_of` makes on a stage."""
 
     async def story():
         async with staged(folder / "stage") as stage:
             before(stage)
-            client = client_at(stage, folder / "ann", SHARD)
+            client = client_at(stage, folder / "ann", shard, **options)
             if settings:
                 home = DeviceHome(folder / "ann")
                 home.save_settings(replace(client.settings, **settings))
-                client = client_at(stage, folder / "ann", SHARD)
+                client = client_at(stage, folder / "ann", shard, **options)
             async with serving(client):
                 await stage.offer()
                 stage.tell(task_of(stage))
@@ -156,6 +157,40 @@ def test_a_batch_counts_the_samples_that_the_device_has(tmp_path):
         tmp_path, with_plan("plans", changes={"least": Least(batch=21)}, sampling=sampling)
     )
     assert "at least 21 samples in a step, got 20" in said.declined
+
+
+@pytest.mark.parametrize("inputs", [("support.x",), ()])
+def test_the_smaller_part_of_an_episode_counts_as_its_samples(tmp_path, inputs):
+    """The meta-gradient of one query sample tells as much as the gradient of a batch of one."""
+    learning = plans.local_update("query.x", "query.y", more=inputs)
+    entries = {**plans.spec(episodes=True).entries, "local_update": learning}
+    sampling = pb.Sampling(steps=3, batch_size=30, support=5000, query=1)
+    task = with_plan(
+        "plans", changes={"least": Least(batch=2)}, plan={"entries": entries}, sampling=sampling
+    )
+    assert "at least 2 samples in a step, got 1" in answer(tmp_path, task).declined
+
+
+@pytest.mark.long
+def test_a_batch_may_be_larger_than_any_least_batch(tmp_path):
+    sampling = pb.Sampling(steps=1, batch_size=1 << 24)
+    n = MAX_LEAST + 1
+    many = Shard(
+        {"x": np.zeros((n, 2), np.float32), "y": np.zeros((n, 1), np.float32)}, SHARD.held_out
+    )
+    said = answer(tmp_path, with_plan("plans", sampling=sampling), shard=many)
+    assert said.WhichOneof("outcome") == "update", said.declined
+
+
+def test_a_task_for_the_owners_app_is_declined_in_a_round_of_too_few_devices(tmp_path):
+    def task_of(stage):
+        message = stage.folder / "message"
+        message.write_bytes(b"whatever")
+        task = with_plan("plans", cohort=2, flower=stage.put(message))
+        return task(stage)
+
+    said = answer(tmp_path, task_of, settings={"least_devices": 3}, app=object())
+    assert "at least 3 devices in a round, got 2" in said.declined
 
 
 @pytest.mark.parametrize(
