@@ -31,6 +31,7 @@ MOST_REASON_CHARS: Final = 300
 MOST_LOSS: Final = 1e6
 """Larger numbers are printed with an exponent."""
 LINES_AROUND: Final = 14
+OFF: Final = "off"
 # fmt: off
 STYLES: Final = {
     "done":       "bold green",
@@ -59,6 +60,8 @@ def headline(run: Run) -> str:
     parts = [f"{means(run)} on {spec.model} with {spec.population}: {phase}"]
     if phase not in {"preparing", *OVER}:
         parts.append(f"round {min(run.round, spec.rounds)} of {spec.rounds}")
+    if spec.robustness.norm_bound == OFF:
+        parts.append("no norm bound: one device can replace the model")
     if run.members:
         connected = sum(member.connected for member in run.members)
         devices = "device" if len(run.members) == 1 else "devices"
@@ -96,8 +99,15 @@ def round_row(round_: Round, metric: Metric = ACCURACY) -> tuple[str, ...]:
         took,
         size(round_.bytes_up) if round_.bytes_up else "",
         size(round_.bytes_down) if round_.bytes_down else "",
-        round_.given_up or scores(round_, metric),
+        round_.returned or round_.given_up or scores(round_, metric) or scaled_text(round_),
     )
+
+
+def scaled_text(round_: Round) -> str:
+    """Return "2 updates scaled", or nothing."""
+    if not round_.scaled:
+        return ""
+    return f"{round_.scaled} update{'s' if round_.scaled > 1 else ''} scaled"
 
 
 def loss_text(loss: float) -> str:

@@ -13,6 +13,7 @@ from click.core import ParameterSource
 from triplane.proto.errors import InvalidInput, Unavailable
 from triplane.unified_ir.cli import data_options
 from triplane.unified_ir.cli.algorithms import FILES, AlgorithmCommand, flag
+from triplane.unified_ir.cli.robustness import limit_facts, round_lines
 from triplane.unified_ir.cli.shell import (
     COUNT,
     EXIT_CODES,
@@ -216,6 +217,8 @@ def compare(options: dict[str, Any], server_of: ServerOf) -> None:
     from triplane.unified_ir.convert.conversion import read_model
 
     studies = _studies(options, 0)  # refuses options before anything is read
+    if warning := studies[0][0].robustness.warning:
+        output.note(warning)
     module, _ = read_model(options["model"])
     if options["engine"] == "xla":
         from triplane.unified_ir.engines.xla.engine import XlaEngine
@@ -393,6 +396,7 @@ def _source(options: dict[str, Any], seed: int) -> SampleSource:
 def _study(name: str, options: dict[str, Any], seed: int) -> Study:
     from triplane.unified_ir.federated.algorithms import algorithm
     from triplane.unified_ir.federated.algorithms import defaults as defaults_of
+    from triplane.unified_ir.federated.algorithms.aggregators import Robustness
     from triplane.unified_ir.federated.study import Study
 
     row = algorithm(name)
@@ -409,6 +413,7 @@ def _study(name: str, options: dict[str, Any], seed: int) -> Study:
         seed=seed,
         ways=options["ways"] or 0,
         evaluate_every=options["evaluate_every"],
+        robustness=Robustness(**options["robustness"]),
         **{k: options[k] for k in names},
     )
 
@@ -435,6 +440,8 @@ def _trial(
             note(f"{label} continues after round {row.number - 1}")
         reported.append(row.number)
         note(f"{label} round {row.number}/{study.rounds}  loss {row.loss:.4f}  {row.seconds:.2f} s")
+        for line in round_lines(row.scaled, row.returned):
+            note(f"{label} round {row.number}: {line}")
 
     def on_scores(number: int, rate: float | None, scores: Sequence[DeviceScore]) -> None:
         at = "" if rate is None else f"  at rate {rate:g}"
@@ -552,9 +559,12 @@ def _facts(options: dict[str, Any], groups: Groups) -> dict[str, str]:
         for hyper in row.hyper:
             number = f"{values.get(hyper.name, hyper.default):g}"
             numbers.setdefault(hyper.name, {})[number] = None
-    options = {k: v for k, v in options.items() if k != "hyper"} | {
-        name: tuple(values) for name, values in numbers.items()
-    }
+    apart = {"hyper", "robustness", "server_of"}
+    options = (
+        {k: v for k, v in options.items() if k not in apart}
+        | limit_facts(options)
+        | {name: tuple(values) for name, values in numbers.items()}
+    )
     meta = any(row.episodes for row in rows)
     # fmt: off
     # False for an option without an effect on these algorithms and this partition: on the page it
@@ -579,7 +589,6 @@ def _facts(options: dict[str, Any], groups: Groups) -> dict[str, str]:
         "model",
         "algorithms",
         "seed",
-        "server_of",
     }
     options["seeds"] = _seeds(options)
     facts = {

@@ -101,6 +101,11 @@ class FlowerServer:
         quorum = {"quorum": f"{self.quorum:g}"} if self.quorum else {}
         return {"strategy": flower.strategy, "flwr": flower.version, **file, **options, **quorum}
 
+    @property
+    def follows_limits(self) -> bool:
+        """See `StudyServer`: the strategy combines updates in its own way."""
+        return False
+
     def title(self, algorithm: str) -> str:
         """See `StudyServer`: "FedAdam over maml"."""
         return f"{self.name} over {algorithm}"
@@ -176,7 +181,7 @@ class _StrategyRounds:
         shared = read_next(Path(answer["state"]), self._study.plan, self._study.roles)
         memory = np.frombuffer(Path(answer["memory"]).read_bytes(), np.uint8)
         # Copies, because the process will replace its files.
-        return {name: x.copy() for name, x in shared.items()}, {MEMORY: memory}
+        return Next({name: x.copy() for name, x in shared.items()}, {MEMORY: memory})
 
     def judge(self, at: StudyProgress) -> None:
         """See `RoundServer`: only devices that learn are nodes of the strategy."""
