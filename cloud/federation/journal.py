@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import sqlalchemy as sa
 
-from triplane.cloud.federation.coding import OMIT_DEFAULT, from_json, to_json
+from triplane.cloud.federation.coding import from_json, to_json
 from triplane.cloud.federation.run_projection import RunProjection, follow
 from triplane.cloud.federation.spec import count_of, least_updates
 from triplane.cloud.federation.tables import EVENTS, RUNS, SMALL, SMALL_STATES
@@ -23,7 +23,7 @@ from triplane.proto.errors import Conflict, Corrupt
 from triplane.proto.messages import value_from
 from triplane.unified_ir.federated.core import run as core
 from triplane.unified_ir.federated.core.metric import ACCURACY
-from triplane.unified_ir.federated.core.run import Event
+from triplane.unified_ir.federated.core.run import ADDED, Event
 
 KINDS: Final[Mapping[str, type[Event]]] = {
     "Joined": core.Joined,
@@ -63,7 +63,7 @@ class Prepared:
     server: str
     since_s: float
     rules: int = core.RULES_OF_OLD
-    metric: str = field(default=ACCURACY.name, metadata={OMIT_DEFAULT: True})
+    metric: str = field(default=ACCURACY.name, metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

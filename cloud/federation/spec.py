@@ -16,6 +16,8 @@ from triplane.proto.hyperparameters import FIELDS, set_values, values_of
 from triplane.unified_ir.federated.core import defaults
 from triplane.unified_ir.federated.core.compress import row_of
 from triplane.unified_ir.federated.core.learn import MAX_STEPS
+from triplane.unified_ir.federated.core.limits import ADAPTIVE
+from triplane.unified_ir.federated.core.spoilt import MAX_RETURNS
 
 if TYPE_CHECKING:
     from triplane.unified_ir.federated.algorithms import Hyper
@@ -85,13 +87,7 @@ def robustness_of(spec: pb.Spec) -> Robustness:
 
     InvalidInput: one of them is not valid.
     """
-    from triplane.unified_ir.federated.algorithms.aggregators import (
-        ADAPTIVE,
-        MAX_RETURNS,
-        MEAN,
-        UNLIMITED,
-        Robustness,
-    )
+    from triplane.unified_ir.federated.algorithms.aggregators import MEAN, UNLIMITED, Robustness
 
     if not spec.HasField("robustness"):
         return UNLIMITED

@@ -13,7 +13,7 @@ import click
 from triplane.proto.errors import InvalidInput
 
 NORM_BOUND: Final = "norm_bound"
-MAX_EXAMPLES: Final = "max_examples"
+MAX_WEIGHT: Final = "max_examples"
 AGGREGATOR: Final = "aggregator"
 RETURNS: Final = "returns"
 KEY: Final = "robustness"
@@ -23,6 +23,8 @@ KEY: Final = "robustness"
 def limit_options() -> list[click.Parameter]:
     """Return the options; an unset one is None, because the cloud knows the defaults, too."""
     from triplane.unified_ir.federated.algorithms import aggregators as table
+    from triplane.unified_ir.federated.core.reduce import MAX_EXAMPLES
+    from triplane.unified_ir.federated.core.spoilt import MAX_RETURNS
 
     names = ", ".join(table.AGGREGATORS)
     return [
@@ -32,7 +34,7 @@ def limit_options() -> list[click.Parameter]:
             "off, or a number.  [default: adaptive]",
         ),
         click.Option(
-            ["--max-examples"], metavar="N", type=click.IntRange(1, table.MAX_EXAMPLES),
+            ["--max-examples"], metavar="N", type=click.IntRange(1, MAX_EXAMPLES),
             help="Largest weight of an update.  [default: 10 times the round's lower median]",
         ),
         click.Option(
@@ -43,7 +45,7 @@ def limit_options() -> list[click.Parameter]:
         click.Option(
             ["--returns"], metavar="N", type=click.IntRange(0, 1000),
             help="How often to return from a spoilt state to the last good one; then it stops.  "
-            f"[default: {table.MAX_RETURNS}]",
+            f"[default: {MAX_RETURNS}]",
         ),
     ]  # fmt: skip
 
@@ -56,21 +58,22 @@ def limits_set(params: dict[str, Any]) -> dict[str, Any]:
     from triplane.unified_ir.federated.algorithms.aggregators import NUMBERS
 
     numbers = {name: params.pop(name, None) for name in NUMBERS}
-    limits = {k: params.pop(k, None) for k in (NORM_BOUND, MAX_EXAMPLES, AGGREGATOR, RETURNS)}
+    limits = {k: params.pop(k, None) for k in (NORM_BOUND, MAX_WEIGHT, AGGREGATOR, RETURNS)}
     limits["numbers"] = {k: v for k, v in numbers.items() if v is not None} or None
     return {k: v for k, v in limits.items() if v is not None}
 
 
 def limit_facts(options: dict[str, Any]) -> dict[str, Any]:
     """Return what limits the devices of a study, by option; nothing if a strategy decides."""
-    from triplane.unified_ir.federated.algorithms.aggregators import ADAPTIVE, Robustness
+    from triplane.unified_ir.federated.algorithms.aggregators import Robustness
+    from triplane.unified_ir.federated.core.limits import ADAPTIVE
 
     if options.get("strategy"):
         return {}
     limits = Robustness(**options[KEY])
     return {
         NORM_BOUND: limits.norm_bound,
-        MAX_EXAMPLES: limits.max_examples or ADAPTIVE,
+        MAX_WEIGHT: limits.max_examples or ADAPTIVE,
         AGGREGATOR: limits.aggregator,
         **limits.all_numbers,
         RETURNS: limits.returns,

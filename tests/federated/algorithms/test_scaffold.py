@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,11 @@ HYPER = Hyper(lr=RATE, inner_steps=2)
 ROW = table.ALGORITHMS["scaffold"]
 
 
+def replaced(rounds, **methods):
+    """The server of a trial with some methods replaced."""
+    return SimpleNamespace(**{"choose": rounds.choose, "judge": rounds.judge, **methods})
+
+
 class Recording(MeanServer):
     """The usual server, which notes who took part in each round."""
 
@@ -51,8 +57,7 @@ class Recording(MeanServer):
                 self.asked.append([c.device for c in contributions])
                 return reduce(at, contributions)
 
-            rounds.reduce = noting
-            yield rounds
+            yield replaced(rounds, reduce=noting)
 
 
 def shards():
@@ -90,11 +95,11 @@ def gradient(w, b, x, y):
     return p.T @ x / len(y), p.mean(0)
 
 
-def reference(w, b, asked, *, corrected=True):
+def reference(begun, asked, *, corrected=True):
     """Algorithm 1 in float64 with these devices in each round, all their samples in each step."""
     data = {n: (s.train["x"].astype(np.float64), s.train["y"]) for n, s in shards().items()}
-    x, c = [w, b], [np.zeros_like(w), np.zeros_like(b)]
-    own = {name: [np.zeros_like(w), np.zeros_like(b)] for name in data}
+    x, c = begun, [np.zeros_like(v) for v in begun]
+    own = {name: [np.zeros_like(v) for v in begun] for name in data}
     for names in asked:
         moved, learned = [], {}
         for name in names:
@@ -128,13 +133,13 @@ def test_scaffold_computes_what_the_paper_says_also_with_some_of_the_devices(dev
     of, server = module(), Recording()
     (w, b), begun = start(of)
     shared = simulate(of, shards(), replace(study(), devices=devices), server=server).state
-    x, c = reference(*begun, server.asked)
+    x, c = reference(begun, server.asked)
     assert {len(names) for names in server.asked} == {devices or 3}
     assert len(server.asked) == ROUNDS
     for name, value, control in zip((w, b), x, c, strict=True):
         np.testing.assert_allclose(shared[name], value, rtol=0, atol=4e-6)
         np.testing.assert_allclose(shared[CONTROL + name], control, rtol=0, atol=4e-6)
-    plain, _ = reference(*begun, server.asked, corrected=False)
+    plain, _ = reference(begun, server.asked, corrected=False)
     assert np.abs(plain[0] - x[0]).max() > 1e-3, "the correction makes a difference"
 
 

@@ -145,7 +145,8 @@ def _group_weights(tensors: Sequence[Array], rule: Weights, buckets: Array | Non
     products = np.zeros((n, n))
     for x in tensors:
         for _, block in _blocks(x):
-            products += block @ block.T
+            with np.errstate(over="ignore", invalid="ignore"):
+                products += block @ block.T
     means = np.eye(n) if buckets is None else buckets
     # An update whose square float64 cannot hold lies farther away than any other, so it is left
     # out, with its bucket.
@@ -181,19 +182,18 @@ def _stacked(
     """Yield a matrix for each tensor, with a row for each update."""
     with ExitStack() as exits:
         first = updates[0].open()
-        forms = {n: (len(updates), *shape) for n, shape in shapes.items()}
+        forms = {n: (len(updates), *map(int, shape)) for n, shape in shapes.items()}
         types = {n: np.promote_types(first[n].dtype, np.float32) for n in shapes}
         total = sum(math.prod(forms[n]) * types[n].itemsize for n in shapes)
         file = None if total <= MAX_BYTES else exits.enter_context(_temporary_file(total))
-        stack, at = {}, 0
+        stack: dict[str, Array] = {}
+        at = 0
         for name, form in forms.items():
-            on_disk = file is not None and math.prod(form)
-            stack[name] = (
-                np.memmap(file, types[name], "r+", at, form)
-                if on_disk
-                else np.empty(form, types[name])
-            )
-            at += stack[name].nbytes
+            if file is None or not math.prod(form):  # a map is never empty
+                stack[name] = np.empty(form, types[name])
+            else:
+                stack[name] = np.memmap(file, types[name], "r+", at, form)
+                at += stack[name].nbytes
         for row, update in enumerate(updates):
             change = update.open()
             check_fits(shapes, change)

@@ -16,6 +16,14 @@ from triplane.unified_ir.federated.core.limits import Norms
 from triplane.unified_ir.federated.core.sorted_map import Index, Records, SortedMap
 from triplane.unified_ir.federated.core.spoilt import NO_LOSSES, LossWatch
 
+OMIT_DEFAULT: Final = "omit_default"
+"""Metadata of a field that is only stored with another value than its default.
+
+Such a field can be added without a change of what is stored already, which an earlier release can
+read only without it.
+"""
+ADDED: Final = {OMIT_DEFAULT: True}
+
 
 class Phase(StrEnum):
     """The phase of a run."""
@@ -74,7 +82,7 @@ class RunPlan:
     evaluate_every: int = 0
     seed: int = 0
     needs_scores: bool = True
-    returns: int = 0
+    returns: int = field(default=0, metadata=ADDED)
 
     def __post_init__(self) -> None:
         if not 1 <= self.quorum <= self.devices <= self.asked or self.rounds < 1:
@@ -171,7 +179,7 @@ class Update:
     examples: int
     loss: float
     seconds: float
-    norms: Norms | None = None
+    norms: Norms | None = field(default=None, metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,7 +274,7 @@ class Round:
     attempt: int
     opened_s: float
     leases: Sequence[Lease]
-    population: int = 0
+    population: int = field(default=0, metadata=ADDED)
 
     def __post_init__(self) -> None:
         if not isinstance(self.leases, Leases):
@@ -294,8 +302,8 @@ class Ended:
     bytes_up: int = 0
     given_up: str = ""
     bytes_down: int = 0
-    scaled: int = 0
-    returned: str = ""
+    scaled: int = field(default=0, metadata=ADDED)
+    returned: str = field(default="", metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,9 +335,9 @@ class RunState:
     not_before_s: float = 0.0
     rules: int = RULES_OF_OLD
     epoch: str = ""
-    watch: LossWatch = NO_LOSSES
-    good: str = ""
-    fresh_optimizer: bool = False
+    watch: LossWatch = field(default=NO_LOSSES, metadata=ADDED)
+    good: str = field(default="", metadata=ADDED)
+    fresh_optimizer: bool = field(default=False, metadata=ADDED)
 
     def __post_init__(self) -> None:
         if not isinstance(self.members, Members):
@@ -449,7 +457,7 @@ class Reduced:
     at_s: float
     number: int
     shared: str
-    scaled: int = 0
+    scaled: int = field(default=0, metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
