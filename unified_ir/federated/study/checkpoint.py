@@ -84,8 +84,7 @@ def identity(plan: str, study: Any, seen: Shards, unseen: Shards) -> dict[str, s
         del options["engine"]  # earlier releases had no other
     limits = options.pop("robustness")
     if study.robustness != UNLIMITED:  # earlier releases had no limits
-        options |= {k: v for k, v in limits.items() if k != "numbers"}
-        options |= study.robustness.all_numbers
+        options["limits"] = {**limits, "numbers": study.robustness.all_numbers}
     declared = {row.name for row in algorithm(study.algorithm).hyper} | ALWAYS_KEPT
     hyper = {f"hyper.{k}": v for k, v in options.pop("hyper").items() if k in declared}
     facts = {k: json.dumps(v) for k, v in (options | hyper).items()}
