@@ -305,7 +305,9 @@ def draw_in(run: Run, lines: int, _seconds: float) -> RenderableType:
 def draw(run: Run, *, room: int, now_s: float) -> RenderableType:
     """Draw the headline, bars of the run and its current round, and at most `room` rounds."""
     title = Text(headline(run), STYLES.get(phase_of(run), "bold"))
-    done = sum(1 for r in run.rounds if r.closed_s and not r.evaluates and not r.given_up)
+    done = sum(
+        1 for r in run.rounds if r.closed_s and not (r.evaluates or r.given_up or r.returned)
+    )
     lines = [title, Text("  rounds   ") + bar(done, run.spec.rounds)]
     if run.rounds and not run.rounds[-1].closed_s:
         newest = run.rounds[-1]
@@ -315,7 +317,10 @@ def draw(run: Run, *, room: int, now_s: float) -> RenderableType:
         lines.append(devices.append(f", {left_s:.0f} s to the deadline", "dim"))
     closed = [r for r in run.rounds if r.closed_s]
     rows = (
-        ([shown(cell) for cell in round_row(r, metric_of_run(run))], "red" if r.given_up else "")
+        (
+            [shown(cell) for cell in round_row(r, metric_of_run(run))],
+            "red" if r.given_up or r.returned else "",
+        )
         for r in closed[-room:]
     )
     reasons = (Text(line, "red") for line in (*drop_reasons(None, run), *refusals(run)))

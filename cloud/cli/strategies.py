@@ -82,6 +82,11 @@ def simulate(
     *, strategy: str, strategy_options: list[tuple[str, str]], home: Path, **options: Any
 ) -> None:
     """Compare federated algorithms on simulated devices, or one strategy over several of them."""
+    if strategy and options["robustness"]:
+        raise click.UsageError(
+            "norm bound, largest weight, aggregator and returns are of the mean that a strategy "
+            "replaces; leave them or --strategy out"
+        )
     if strategy:
         _with_strategy(options, strategy, dict(strategy_options), home)
     elif strategy_options or options.pop("quorum") is not None:

@@ -7,12 +7,12 @@ options of a command are needed, and not when the command is defined.
 from __future__ import annotations
 
 import copy
-import math
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from triplane.proto.errors import InvalidInput, TriplaneError
+from triplane.unified_ir.cli.number_options import flag, number_option
 from triplane.unified_ir.cli.robustness import KEY, limit_options, limits_set
 
 if TYPE_CHECKING:
@@ -144,24 +144,6 @@ def _register(ctx: click.Context, args: list[str]) -> dict[str, str]:
                 bases[base] = row.name
             names[spec] = f"{bases[base]}{plus}{server}"
     return names
-
-
-def flag(name: str) -> str:
-    """Return the option of a parameter: "--meta-lr" of "meta_lr"."""
-    return f"--{name.replace('_', '-')}"
-
-
-def number_option(row: Hyperparameter, default: str, *, low_open: bool) -> click.Option:
-    """Return the option of a declared number. default: for the help; the option's own is None."""
-    rule, is_whole = row.rule, isinstance(row.default, int)
-    bounds: Any = click.IntRange if is_whole else click.FloatRange
-    high = None if math.isinf(rule.high) else rule.high
-    return click.Option(
-        [flag(row.name), row.name],
-        type=bounds(rule.low, high, min_open=low_open, max_open=rule.high_open),
-        metavar="N" if is_whole else "NUMBER",
-        help=f"{row.help}  [default: {default}]",
-    )
 
 
 def _with_names(param: click.Parameter, names: str) -> click.Parameter:

@@ -11,6 +11,7 @@ from typing import Any, Final
 import click
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.cli.number_options import number_option
 
 NORM_BOUND: Final = "norm_bound"
 MAX_WEIGHT: Final = "max_examples"
@@ -87,8 +88,6 @@ def round_lines(scaled: int, returned: str) -> list[str]:
 
 
 def _number(row: Any) -> click.Option:
-    from triplane.unified_ir.cli.algorithms import number_option
-
     return number_option(row, f"{row.default:g}", low_open=row.rule.low_open)
 
 

@@ -12,7 +12,8 @@ from click.core import ParameterSource
 
 from triplane.proto.errors import InvalidInput, Unavailable
 from triplane.unified_ir.cli import data_options
-from triplane.unified_ir.cli.algorithms import FILES, AlgorithmCommand, flag
+from triplane.unified_ir.cli.algorithms import FILES, AlgorithmCommand
+from triplane.unified_ir.cli.number_options import flag
 from triplane.unified_ir.cli.robustness import limit_facts, round_lines
 from triplane.unified_ir.cli.shell import (
     COUNT,
@@ -57,7 +58,7 @@ Examples:
       --split split --algorithm fedavg --algorithm maml --rounds 200 --devices 10 \\
       --rate 0.01 --rate 0.1 --folder study --out study.html
   triplane federate simulate digits.tpm --data digits --partition labels --seeds 3 \\
-      --algorithm fedavg --algorithm mine.py:FedAvgM --momentum 0.8 --out-csv scores.csv
+      --algorithm fedavg --algorithm mine.py:FedNag --momentum 0.8 --out-csv scores.csv
 
 \b
 MODEL.tpm needs the entry `loss` (`triplane train` exports it); all algorithms start from its
@@ -559,12 +560,7 @@ def _facts(options: dict[str, Any], groups: Groups) -> dict[str, str]:
         for hyper in row.hyper:
             number = f"{values.get(hyper.name, hyper.default):g}"
             numbers.setdefault(hyper.name, {})[number] = None
-    apart = {"hyper", "robustness", "server_of"}
-    options = (
-        {k: v for k, v in options.items() if k not in apart}
-        | limit_facts(options)
-        | {name: tuple(values) for name, values in numbers.items()}
-    )
+    options = options | limit_facts(options) | {k: tuple(v) for k, v in numbers.items()}
     meta = any(row.episodes for row in rows)
     # fmt: off
     # False for an option without an effect on these algorithms and this partition: on the page it
@@ -589,7 +585,10 @@ def _facts(options: dict[str, Any], groups: Groups) -> dict[str, str]:
         "model",
         "algorithms",
         "seed",
-    }
+        "server_of",
+        "hyper",
+        "robustness",
+    }  # fmt: skip
     options["seeds"] = _seeds(options)
     facts = {
         ("partition" if k == "way" else k.replace("_", " ")): (

@@ -1,5 +1,8 @@
 """Robust means against numpy written another way, and against liars."""
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -17,7 +20,11 @@ from triplane.unified_ir.federated.core.draws import Draws
 from triplane.unified_ir.federated.core.limits import RoundUpdate
 from triplane.unified_ir.federated.core.reduce import SGD, reduce
 
-STATE = {"w": np.zeros((4, 5), np.float32), "b": np.zeros((), np.float64), "n": np.array(3)}
+STATE: dict[str, np.ndarray] = {
+    "w": np.zeros((4, 5), np.float32),
+    "b": np.zeros((), np.float64),
+    "n": np.array(3),
+}
 ROBUST = [name for name in AGGREGATORS if name != "mean"]
 EVERY = [*ROBUST, *(f"bucketing+{name}" for name in ROBUST)]
 
@@ -34,7 +41,7 @@ def flat(change):
 
 def run(given, name, *, buffers=frozenset(), **numbers):
     """The change of the state, as one vector."""
-    updates = [RoundUpdate(1 + k, lambda c=c: c) for k, c in enumerate(given)]
+    updates = [RoundUpdate(1 + k, partial(dict, c)) for k, c in enumerate(given)]
     robustness = Robustness(
         norm_bound="off", max_examples=100, aggregator=name, numbers=numbers, returns=0
     )
@@ -146,7 +153,7 @@ def test_a_disk_without_room_is_an_error_that_says_so(monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(robust, "MAX_BYTES", 100)
-    monkeypatch.setattr(robust.os, "posix_fallocate", full)
+    monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(NoRoom, match="temporary file cannot take"):
         run(changes(12), "median")
 
@@ -164,8 +171,8 @@ def test_weights_of_buffers_are_of_buffers_alone():
 @pytest.mark.parametrize("weighting", ["examples", "equal"])
 def test_an_honest_round_has_the_bits_of_the_plain_mean(weighting):
     given = changes(9)
-    updates = [RoundUpdate(3 + k, lambda c=c: c) for k, c in enumerate(given)]
-    options = {"weighting": weighting, "server": SGD, "hyper": {"server_lr": 0.7}}
+    updates = [RoundUpdate(3 + k, partial(dict, c)) for k, c in enumerate(given)]
+    options: Any = {"weighting": weighting, "server": SGD, "hyper": {"server_lr": 0.7}}
     plain, _ = reduce(STATE, {}, [(u.examples, u.open) for u in updates], **options)
     for robustness in (Robustness(), UNLIMITED):
         found = reduce_round(
