@@ -131,9 +131,9 @@ def _register(ctx: click.Context, args: list[str]) -> dict[str, str]:
 
     names: dict[str, str] = {}
     bases: dict[str, str] = {}
-    for flag, value in zip(args, [*args[1:], ""], strict=True):
-        spec = value if flag == ALGORITHM else flag.removeprefix(f"{ALGORITHM}=")
-        if flag.startswith(ALGORITHM) and IN_FILE in spec:
+    for option, value in zip(args, [*args[1:], ""], strict=True):
+        spec = value if option == ALGORITHM else option.removeprefix(f"{ALGORITHM}=")
+        if option.startswith(ALGORITHM) and IN_FILE in spec:
             file, _, name = spec.rpartition(":")
             name, plus, server = name.partition("+")
             base = f"{file}:{name}"

@@ -13,7 +13,7 @@ from click.core import ParameterSource
 from triplane.proto.errors import InvalidInput, Unavailable
 from triplane.unified_ir.cli import data_options
 from triplane.unified_ir.cli.algorithms import FILES, AlgorithmCommand
-from triplane.unified_ir.cli.number_options import flag
+from triplane.unified_ir.cli.number_options import flag, parse_seeds
 from triplane.unified_ir.cli.robustness import limit_facts, round_lines
 from triplane.unified_ir.cli.shell import (
     COUNT,
@@ -107,28 +107,6 @@ OUTPUTS: Final = ("out", "out_csv", "out_json")
 GROUPS = (("training", True), ("unseen", False))
 
 
-MAX_SEEDS: Final = 100
-MAX_DIGITS: Final = 19
-
-
-def _parse_seeds(
-    ctx: click.Context, param: click.Parameter, value: str | None
-) -> int | tuple[int, ...] | None:
-    """Return a number of seeds, or the seeds of a list with commas; None if not set."""
-    if value is None:
-        return None
-    parts = value.split(",")
-    if not all(part.isascii() and part.isdigit() and len(part) < MAX_DIGITS for part in parts):
-        message = f"{value[:60]!r} is no number and no list such as 0,1,2"
-        raise click.BadParameter(message, ctx, param)
-    seeds = tuple(dict.fromkeys(map(int, parts)))
-    is_list = len(parts) > 1
-    count = len(seeds) if is_list else seeds[0]
-    if not 1 <= count <= MAX_SEEDS:
-        raise click.BadParameter(f"there are 1 to {MAX_SEEDS} seeds, got {count}", ctx, param)
-    return seeds if is_list else count
-
-
 # fmt: off
 OPTIONS: Final = (
     data_options.data_option("Labelled samples", required=True),
@@ -177,7 +155,7 @@ OPTIONS: Final = (
            "at once.", click.Choice(["onnx", "xla"]), default="onnx"),
     option("--seed N", "Seed of partition, rounds and steps.", NATURAL, default=0),
     option("--seeds SEEDS", "Several seeds: their number, from --seed on, or a list such as 0,7.",
-           callback=_parse_seeds),
+           callback=parse_seeds),
     option("--folder",
            "Save the state of each algorithm after each round, to resume from.", FOLDER),
     option("--out", "Write the report as one HTML page.", OUTPUT_FILE),

@@ -96,7 +96,7 @@ def _optimizer_step(
         part = slice(at, at + CHUNK)
         x_part, d_part, *slot_parts = (source[part] for source in sources)
         stepped, new = row.step(x_part.astype(np.float64), d_part, tuple(slot_parts), hyper)
-        # Without a norm bound a number may leave the range of its type. Devices decline such a state.
+        # Without a norm bound a number may leave the range of its type; devices decline that state.
         with np.errstate(over="ignore"):
             for target, value in zip(targets, (stepped, *new), strict=True):
                 target[part] = value
