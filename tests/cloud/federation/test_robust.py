@@ -32,8 +32,14 @@ DEADLINE_S = 90.0
 NAMES = ("ann", "bob", "cy")
 
 
-def lying(times, rounds=range(1, 100)):
-    """Learns honestly and sends that many times the change, as finite as float32 is."""
+MOST_EXAMPLES = 2**32 - 1
+
+
+def lying(times, rounds=range(1, 100), *, boasts=False):
+    """Learns honestly and sends that many times the change, as finite as float32 is.
+
+    boasts: claims as many examples as 32 bits hold.
+    """
 
     def lie(device, task):
         plan = device.plan(task)
@@ -44,7 +50,8 @@ def lying(times, rounds=range(1, 100)):
         }
         contribution = pb.Contribution(run=task.run, round=task.round, lease=task.lease)
         data = update_bytes(task, change)
-        contribution.update.CopyFrom(device.sent(data, examples=made.examples, loss=made.loss))
+        examples = MOST_EXAMPLES if boasts else made.examples
+        contribution.update.CopyFrom(device.sent(data, examples=examples, loss=made.loss))
         return Kept(task, contribution, data)
 
     async def act(device, task):
@@ -55,12 +62,21 @@ def lying(times, rounds=range(1, 100)):
     return act
 
 
-async def story(folder, act=None, **fields):
+def boasting_offer(device):
+    return pb.Offer(
+        population="labs", examples=MOST_EXAMPLES, held_out=device.shard.held_out_samples,
+        software="test",
+    )  # fmt: skip
+
+
+async def story(folder, act=None, offer=None, **fields):
     """The ended run, its events, the blobs that stay, and the result's arrays."""
     async with asyncio.timeout(DEADLINE_S), running(make_home(folder)) as cloud:
         await registered(cloud, folder)
         devices = await devices_of(cloud, folder, NAMES)
         devices[2].act = act
+        if offer is not None:
+            devices[2].offer = lambda: offer(devices[2])
         async with living(devices):
             request = start_request(cohort={"devices": len(NAMES)}, **fields)
             made = await cloud.federation.begin(request, by="operator")
@@ -101,6 +117,53 @@ def test_a_device_that_scales_its_change_moves_the_result_like_another(
     assert len(norms) == 9
     assert max(parameters for parameters, _ in norms) > 1e37
     assert [e.scaled for e in events if isinstance(e, Reduced)] == [1, 1, 1]
+
+
+@pytest.mark.long
+def test_a_claim_of_four_billion_examples_does_not_decide_the_mean(tmp_path):
+    """The offer and the update agree on the number, so neither can be refused."""
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        folder.mkdir()
+    lie = {"act": lying(-1.0, boasts=True), "offer": boasting_offer, "rounds": 3}
+    honest = asyncio.run(story(folders[0], rounds=3))[-1]
+    run, _, _, capped = asyncio.run(story(folders[1], **lie))
+    assert run.phase == pb.Run.DONE, run.reason
+    assert max(m.examples for m in run.members) == MOST_EXAMPLES
+    free = pb.Robustness(norm_bound="off", max_examples=2**40)
+    decided = asyncio.run(story(folders[2], robustness=free, **lie))[-1]
+    assert distance(capped, honest) < 0.9 * distance(decided, honest)
+
+
+@pytest.mark.long
+def test_a_power_cut_does_not_take_the_state_that_a_run_returns_to(tmp_path):
+    """Its file was never synced: a start writes it again from its row."""
+    home, limits = make_home(tmp_path), pb.Robustness(norm_bound="off")
+
+    async def interrupted():
+        async with asyncio.timeout(DEADLINE_S), running(home) as cloud:
+            await registered(cloud, tmp_path)
+            devices = await devices_of(cloud, tmp_path, NAMES)
+            devices[2].act = lying(1e4, {3})
+            async with living(devices):
+                request = start_request(
+                    rounds=3 + PATIENCE + 2, robustness=limits, cohort={"devices": len(NAMES)}
+                )
+                run_id = (await cloud.federation.begin(request, by="operator")).id
+                while (await cloud.federation.run(run_id)).round < 3 + PATIENCE:
+                    await cloud.federation.moved.wait()
+            return devices, cloud.federation.live.get(run_id).projection.state, cloud.ports["port"]
+
+    async def both():
+        devices, state, port = await interrupted()
+        (home.blobs / state.good).write_bytes(b"torn")
+        async with asyncio.timeout(DEADLINE_S), running(home, port=port) as cloud, living(devices):
+            return state, await ended(cloud, state.run)
+
+    state, run = asyncio.run(both())
+    assert state.good not in {"", state.shared}
+    assert run.phase == pb.Run.DONE, run.reason
+    assert [r.number for r in run.rounds if r.returned] == [3 + PATIENCE]
 
 
 @pytest.mark.long
