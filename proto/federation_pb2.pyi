@@ -84,7 +84,7 @@ class Spec(_message.Message):
 
     @_builtins.property
     def robustness(self) -> Global___Robustness:
-        """What limits devices; absent in runs of earlier releases, which had no limits, and with `flower`."""
+        """What limits devices; absent in runs of earlier releases, which had no limits."""
 
     def __init__(
         self,

@@ -82,10 +82,10 @@ def simulate(
     *, strategy: str, strategy_options: list[tuple[str, str]], home: Path, **options: Any
 ) -> None:
     """Compare federated algorithms on simulated devices, or one strategy over several of them."""
-    if strategy and options["robustness"]:
+    if strategy and options["robustness"].keys() & {"aggregator", "numbers", "returns"}:
         raise click.UsageError(
-            "norm bound, largest weight, aggregator and returns are of the mean that a strategy "
-            "replaces; leave them or --strategy out"
+            "--aggregator, its numbers and --returns are of the mean that a strategy replaces; "
+            "leave them or --strategy out"
         )
     if strategy:
         _with_strategy(options, strategy, dict(strategy_options), home)

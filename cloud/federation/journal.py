@@ -299,7 +299,7 @@ def plan_of(spec: pb.Spec) -> core.RunPlan:
         evaluate_every=spec.evaluate_every,
         seed=spec.seed,
         needs_scores=not spec.flower.app,
-        returns=spec.robustness.returns,  # 0 with a strategy, whose own memory would stay
+        returns=spec.robustness.returns,
     )
 
 

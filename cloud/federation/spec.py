@@ -156,15 +156,15 @@ def _fill_compression(spec: pb.Spec) -> None:
 
 
 def _fill_robustness(spec: pb.Spec) -> None:
-    if spec.HasField("flower"):
-        if spec.HasField("robustness"):
-            raise InvalidInput(
-                "norm bound, largest weight, aggregator and returns are of the cloud's own mean, "
-                f"which the strategy {spec.flower.strategy[:40]!r} replaces; leave them out, or "
-                "choose an aggregator instead of a strategy"
-            )
-        return
-    spec.robustness.SetInParent()
+    asked, has_strategy = spec.robustness, spec.HasField("flower")
+    if has_strategy and (asked.aggregator not in {"", "mean"} or asked.returns):
+        raise InvalidInput(
+            "an aggregator and returns are of the cloud's own mean, which the strategy "
+            f"{spec.flower.strategy[:40]!r} replaces; leave them or the strategy out"
+        )
+    asked.SetInParent()
+    if has_strategy:
+        asked.returns = 0  # a strategy has a memory of its own, which would stay
     limits = robustness_of(spec)
     limits.check_count(least_updates(spec.cohort.devices, spec.cohort.quorum))
     spec.robustness.norm_bound, spec.robustness.aggregator = limits.norm_bound, limits.aggregator

@@ -12,15 +12,18 @@ from triplane.unified_ir.federated.study.server import MeanServer
 MOST_EXAMPLES = 2**32 - 1
 
 
-class LyingServer(MeanServer):
-    """The usual server; `lie` maps a liar's contribution to what it sends, in these rounds."""
+class LyingServer:
+    """A server; `lie` maps a liar's contribution to what it sends, in these rounds."""
 
-    def __init__(self, liars, lie, rounds=None):
+    def __init__(self, liars, lie, rounds=None, server=None):
         self.liars, self.lie, self.rounds = frozenset(liars), lie, rounds
+        self.server = server or MeanServer()
+        self.facts, self.title = self.server.facts, self.server.title
+        self.follows_limits = self.server.follows_limits
 
     @contextlib.contextmanager
     def serving(self, study):
-        with super().serving(study) as honest:
+        with self.server.serving(study) as honest:
 
             def reduce(at, contributions):
                 lies = self.rounds is None or len(at.rounds) + 1 in self.rounds

@@ -65,16 +65,16 @@ def limits_set(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def limit_facts(options: dict[str, Any]) -> dict[str, Any]:
-    """Return what limits the devices of a study, by option; nothing if a strategy decides."""
+    """Return what limits the devices of a study, by option."""
     from triplane.unified_ir.federated.algorithms.aggregators import Robustness
     from triplane.unified_ir.federated.core.limits import ADAPTIVE
 
-    if options.get("strategy"):
-        return {}
     limits = Robustness(**options[KEY])
+    bounds = {NORM_BOUND: limits.norm_bound, MAX_WEIGHT: limits.max_examples or ADAPTIVE}
+    if options.get("strategy"):  # which combines updates in its own way
+        return bounds
     return {
-        NORM_BOUND: limits.norm_bound,
-        MAX_WEIGHT: limits.max_examples or ADAPTIVE,
+        **bounds,
         AGGREGATOR: limits.aggregator,
         **limits.all_numbers,
         RETURNS: limits.returns,

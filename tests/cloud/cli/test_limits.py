@@ -107,8 +107,8 @@ def test_a_study_that_is_too_small_for_its_aggregator_says_what_it_needs(model):
     assert "needs at least 11 updates in each round; a round may have 9" in str(said.exception)
 
 
-def test_limits_and_a_strategy_are_not_both_taken(model):
-    said = simulated(model, "--strategy", "fedavg", "--norm-bound", "off")
+def test_an_aggregator_and_a_strategy_are_not_both_taken(model):
+    said = simulated(model, "--strategy", "fedavg", "--aggregator", "median")
     assert said.exit_code == 2
     assert "leave them or --strategy out" in " ".join(said.output.split())
 

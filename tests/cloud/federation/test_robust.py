@@ -152,7 +152,9 @@ def test_a_power_cut_does_not_take_the_state_that_a_run_returns_to(tmp_path):
                 run_id = (await cloud.federation.begin(request, by="operator")).id
                 while (await cloud.federation.run(run_id)).round < 3 + PATIENCE:
                     await cloud.federation.moved.wait()
-            return devices, cloud.federation.live.get(run_id).projection.state, cloud.ports["port"]
+            live = cloud.federation.live.get(run_id)
+            assert live is not None
+            return devices, live.projection.state, cloud.ports["port"]
 
     async def both():
         devices, state, port = await interrupted()
@@ -248,10 +250,14 @@ def test_the_quorum_is_what_an_aggregator_must_do_with():
         with_defaults(spec(robustness=krum, cohort=pb.Cohort(devices=6, quorum=0.6)))
 
 
-def test_a_strategy_of_flower_and_limits_are_not_both_taken():
-    both = spec(flower=pb.Flower(strategy="fedavg"), robustness=pb.Robustness(norm_bound="off"))
-    with pytest.raises(InvalidInput, match="the strategy 'fedavg' replaces"):
-        with_defaults(both)
+def test_a_strategy_of_flower_has_bounds_and_neither_aggregator_nor_returns():
+    fedavg = pb.Flower(strategy="fedavg")
+    made = with_defaults(spec(flower=fedavg))
+    assert (made.robustness.norm_bound, made.robustness.returns) == ("adaptive", 0)
+    assert with_defaults(made) == made
+    for limits in (pb.Robustness(aggregator="median"), pb.Robustness(returns=2)):
+        with pytest.raises(InvalidInput, match="the strategy 'fedavg' replaces"):
+            with_defaults(spec(flower=fedavg, robustness=limits))
 
 
 def test_a_run_of_an_earlier_release_goes_on_without_limits():

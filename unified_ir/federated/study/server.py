@@ -90,7 +90,7 @@ class StudyServer(Protocol):
 
     @property
     def follows_limits(self) -> bool:
-        """Whether it reduces updates within `Study.robustness`."""
+        """Whether it follows the aggregator and the returns of `Study.robustness`."""
 
     def title(self, algorithm: str) -> str:
         """Return the name of a trial in which devices follow this algorithm."""

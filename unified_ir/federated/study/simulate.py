@@ -23,7 +23,7 @@ from triplane.proto.errors import Conflict, InvalidInput
 from triplane.proto.messages import value_from
 from triplane.proto.suggestions import check_choice
 from triplane.unified_ir.federated.algorithms import Hyper, algorithm, plan_of
-from triplane.unified_ir.federated.algorithms.aggregators import UNLIMITED, Robustness
+from triplane.unified_ir.federated.algorithms.aggregators import MEAN, Robustness
 from triplane.unified_ir.federated.algorithms.hyper import LR
 from triplane.unified_ir.federated.algorithms.plan import functions_with_state
 from triplane.unified_ir.federated.core import defaults
@@ -149,7 +149,8 @@ def simulate(
         raise InvalidInput(f"a device must either take part or be unseen, not both: {both[:4]}")
     server = server or MeanServer()
     if not server.follows_limits:
-        study = replace(study, robustness=UNLIMITED)
+        limits = replace(study.robustness, aggregator=MEAN, numbers={}, returns=0)
+        study = replace(study, robustness=limits)
     if not shards or study.devices > len(shards):
         raise InvalidInput(f"a round asks {study.devices or 1} devices; there are {len(shards)}")
     study.robustness.check_count(study.devices or len(shards))
