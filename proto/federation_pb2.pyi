@@ -148,7 +148,7 @@ class Robustness(_message.Message):
     norm_bound: _builtins.str
     """"adaptive", "off", or the largest norm of a change of parameters as a number above 0."""
     max_examples: _builtins.int
-    """Largest weight of an update, in examples; 0: ten times the round's lower median."""
+    """Largest weight of an update, in examples; 0: three times the round's lower median."""
     aggregator: _builtins.str
     """A row of the aggregator table: "mean", "median", "trimmed-mean", "krum", "multi-krum",
     "centred-clip", or "bucketing+" and one of those but the mean.

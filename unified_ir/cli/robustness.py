@@ -36,7 +36,7 @@ def limit_options() -> list[click.Parameter]:
         ),
         click.Option(
             ["--max-examples"], metavar="N", type=click.IntRange(1, MAX_EXAMPLES),
-            help="Largest weight of an update.  [default: 10 times the round's lower median]",
+            help="Largest weight of an update.  [default: 3 times the round's lower median]",
         ),
         click.Option(
             ["--aggregator"], metavar="NAME", callback=_aggregator,

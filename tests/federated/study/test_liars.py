@@ -38,7 +38,7 @@ def test_a_scaled_change_moves_the_state_by_a_share_of_what_it_would(lie):
 
 
 @pytest.mark.long
-def test_a_claim_of_examples_counts_ten_medians_at_most():
+def test_a_claim_of_examples_counts_three_medians_at_most():
     alone = simulate(
         given.module(), {"device-1": given.shards()["device-1"]}, given.study(rounds=1)
     )

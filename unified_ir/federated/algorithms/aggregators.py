@@ -175,7 +175,7 @@ class Robustness:
         check_norm_bound(self.norm_bound)
         if not 0 <= self.max_examples <= MAX_EXAMPLES:
             raise InvalidInput(
-                f"the largest weight is 1 to {MAX_EXAMPLES} examples, or 0 for ten medians; got "
+                f"the largest weight is 1 to {MAX_EXAMPLES} examples, or 0 for three medians; got "
                 f"{self.max_examples}"
             )
         if self.returns < 0:

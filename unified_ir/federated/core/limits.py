@@ -25,7 +25,7 @@ NORM_FACTOR: Final = 3.0
 """Bound of a round's norms, in lower medians. In studies of the digits, even and with few
 classes for each device, the largest norm of a round is 1.2 to 1.5 of them in the median, and up to
 3.1; with SCAFFOLD up to 4.9, as a device that comes late has control variates of 0."""
-EXAMPLES_FACTOR: Final = 10
+EXAMPLES_FACTOR: Final = 3
 """Largest weight of an update, in lower medians of the round's numbers of examples."""
 ADAPTIVE: Final = "adaptive"
 OFF: Final = "off"
