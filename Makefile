@@ -31,7 +31,7 @@ demo: venv ## train, convert, serve, roll out, learn together: the whole story i
 test: venv ## the suite, at most 8 minutes on 2 cores
 	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-long: venv ## the whole demo, and 120 kills of every kind of process; CI runs it after `make test`
+long: venv ## the whole demo, 120 kills of every kind of process, all cases of what `make test` samples
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m 'long and not deep' $(ARGS)
 
 quick: venv ## lint, types, imports and a sample of the fast tests, about a minute

@@ -65,6 +65,15 @@ def address_options(function: F) -> F:
     return host(port(metrics(function)))
 
 
+device_option = click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="Where models run; cuda needs onnxruntime-gpu in place of onnxruntime.",
+)
+
+
 def tls_option(name: str, text: str) -> Callable[[F], F]:
     """Return an option that names a PEM file."""
     return click.option(name, type=click.Path(dir_okay=False), help=f"{text} (PEM).")
@@ -122,6 +131,7 @@ which get the size of the model that serves here. Names of classes get the numbe
     "node then accepts only metadata that follows from it.  [default: the cloud's own]",
 )  # fmt: skip
 @address_options
+@device_option
 @click.option(
     "--target",
     "targets",
@@ -155,6 +165,10 @@ def enrol(
     from triplane.edge.enrolling import enrol as enrol_node
     from triplane.edge.home import NodeHome, NodeSettings
 
+    if options["device"] != "cpu":  # before the token is used up
+        from triplane.unified_ir.runtime.session import check_device
+
+        check_device(options["device"])
     node = NodeHome(home)
     identity = enrol_node(node, token_text, address, root)
     options["targets"] = targets
@@ -285,13 +299,7 @@ def status(*, home: Path, as_json: bool) -> None:
 @address_options
 @click.option("--threads", type=int, help="Calls that compute at once.  [default: 16]")
 @click.option("--model-threads", default=1, show_default=True, help="Threads of one model run.")
-@click.option(
-    "--device",
-    type=click.Choice(["cpu", "cuda"]),
-    default="cpu",
-    show_default=True,
-    help="cuda needs onnxruntime-gpu in place of onnxruntime.",
-)
+@device_option
 @click.option("--max-message-mb", type=int, help="Largest request, in MiB.  [default: 64]")
 @click.option("--limit", "bounds", multiple=True, metavar="NAME=VALUE", help="Set another limit.")
 @click.option(

@@ -6,6 +6,7 @@ from typing import Final, get_type_hints
 
 from triplane.proto.errors import InvalidInput
 from triplane.proto.machine_home import MachineHome
+from triplane.unified_ir.runtime.devices import DEVICES, Device
 
 MAX_PORT: Final = 65535
 
@@ -16,13 +17,15 @@ class NodeSettings:
 
     targets: targets of the converter that this node takes, best first; empty for those of its
     processor. max_disk_bytes: limit for bundles. probation_s: used if an assignment sets none.
-    min_bytes_per_s, patience_s: a download that is slower than that rate for that time is ended;
-    set them for a link that is slower than `proto.transfer.Pace` expects.
+    device: where the inference server runs models. min_bytes_per_s, patience_s: a download that is
+    slower than that rate for that time is ended; set them for a link that is slower than
+    `proto.transfer.Pace` expects.
     """
 
     host: str = "127.0.0.1"
     port: int = 8001
     metrics_port: int = 8002
+    device: Device = "cpu"
     targets: tuple[str, ...] = ()
     probation_s: float = 5.0
     max_disk_bytes: int = 16 << 30
@@ -38,6 +41,8 @@ class NodeSettings:
             if name == "targets":
                 fits = isinstance(value, list | tuple) and all(isinstance(t, str) for t in value)
                 kind = "names"
+            elif name == "device":
+                fits, kind = value in DEVICES, " or ".join(DEVICES)
             elif name.endswith("port"):
                 fits, kind = type(value) is int and 0 <= value <= MAX_PORT, f"0 to {MAX_PORT}"
             else:

@@ -100,7 +100,7 @@ def test_a_test_that_hangs_fails_alone_and_shows_every_stack(tmp_path, where):
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     assert 0 < settings["timeout"] < settings["faulthandler_timeout"]
     assert settings["faulthandler_exit_on_timeout"]
-    options = ["timeout=3", "faulthandler_timeout=12", "faulthandler_exit_on_timeout=true"]
+    options = ["timeout=2", "faulthandler_timeout=6", "faulthandler_exit_on_timeout=true"]
     (tmp_path / "test_finished.py").write_text("def test_first():\n    pass\n")
     (tmp_path / "conftest.py").write_text(Path(__file__).with_name("conftest.py").read_text())
     command = [sys.executable, "-m", "pytest", "-n1", "--dist=loadfile", "-p", "no:cacheprovider"]

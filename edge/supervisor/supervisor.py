@@ -30,7 +30,9 @@ from triplane.proto.errors import Conflict, TriplaneError
 
 logger = logging.getLogger(__name__)
 
-SERVING_SETTINGS: Final = ("host", "port", "metrics_port", "tls_cert", "tls_key", "tls_client_ca")
+SERVING_SETTINGS: Final = (
+    "host", "port", "metrics_port", "device", "tls_cert", "tls_key", "tls_client_ca",
+)  # fmt: skip
 """Settings of the node that are options of its server under the same name."""
 FIRST_PAUSE_S: Final = 0.1
 MAX_PAUSE_S: Final = 10.0

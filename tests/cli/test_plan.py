@@ -40,7 +40,7 @@ def test_the_table_fits_80_columns(capsys, net, tmp_path):
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
     assert "train_step on 6 devices, mesh" in out
-    assert "assumed rates of data-centre GPUs (--topology FILE gives others)" in out
+    assert "assumed rates of data-centre GPUs, 8 a host (--topology FILE gives others)" in out
     for text in ("predicted time", "memory", "next best", "(loss and update)"):
         assert text in out
     root = ET.fromstring(picture.read_text())
@@ -122,13 +122,14 @@ def test_the_plan_is_kept_in_a_model_file_and_in_its_export(capsys, tmp_path):
         loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1),
     )  # fmt: skip
     trainer.prepare(np.zeros((2, 1024), np.float32), np.zeros(2, np.int64))
-    trainer.export(["predict"]).save(source)
+    trainer.export(["train_step", "predict"]).save(source)
     common = ("--devices", "4", "--batch-size", "512")
     assert run(capsys, source, *common, "--out-model", planned)[0] == 0
     best = plan(load(source).entry("predict"), 4, sizes={"N": 512})
     nodes = load(planned).entry("predict").nodes
     assert {i: n.strategy for i, n in enumerate(nodes) if n.strategy} == best.strategies()
-    assert "as written       " in run(capsys, planned, *common)[1]
+    assert not any(n.strategy for n in load(planned).entry("train_step").nodes)
+    assert "as written       " in run(capsys, planned, *common, "--entry", "predict")[1]
     assert shell.run(["export", str(planned), str(file)]) == 0
     assert onnx.load(file).configuration[0].num_devices == 4
     splits = [n.strategy for n in import_onnx(file).entry("predict").nodes if n.strategy]
@@ -150,17 +151,41 @@ def test_the_plan_is_kept_in_a_model_file_and_in_its_export(capsys, tmp_path):
         (("--input", "1024", "--memory", "1KiB"), "the smallest one needs"),
         (("--input", "1024", "--out", "plan.png"), "--out writes a picture, NAME.svg"),
         (("--input", "1024", "--out-model", "m.tpm"), "--out-model writes a model file with its"),
+        (("--input", "1024", "--explain", ""), "no node is called ''; give the number of a node"),
+        (
+            ("--input", "1024", "--batch-size", f"{10**20}"),
+            "a plan takes at most 1,152,921,504,606,846,976 a tensor\n",
+        ),
         (("--input", "1024", "--explain", "Nothing"), "no node is called 'Nothing'"),
         (("--input", "1024", "--explain", "123456"), "no node is called '123456'"),
         (("--input", "1024", "--sizes", "M=8"), "the inputs of predict have the sizes ['N'], but"),
         (("--input", "1024", "--devices", "5000"), "devices must be a number from 1 to 4096"),
+        (
+            ("--input", "1024", "--stages", "5000"),
+            "stages must be a number from 1 to 4096, got 5000",
+        ),
+        (("--batch-size", "8", "--sizes", "N=3"), "--batch-size is the size N, so leave N out"),
+        (("--measure", "rates.json"), "--measure times this machine's devices; it takes no model"),
     ],
 )
 def test_mistakes_are_named(capsys, net, argv, why):
-    devices = () if "--devices" in argv else ("--devices", "4")
+    devices = () if {"--devices", "--stages"} & {*argv} else ("--devices", "4")
     code, _, err = run(capsys, net, *devices, *argv)
     assert code == 2
     assert why in err
+
+
+def test_a_batch_size_beside_a_measurement_is_refused(capsys, tmp_path):
+    file = tmp_path / "rates.json"
+    code, _, err = run(capsys, "--measure", file, "--batch-size", "8")
+    assert (code, "it takes no model and no option of a plan" in err) == (2, True)
+    assert not file.exists()
+
+
+def test_a_model_file_with_a_plan_has_the_suffix_of_one(capsys, tmp_path):
+    wrong = tmp_path / "planned.onnx"
+    code, _, err = run(capsys, tmp_path / "m.tpm", "--devices", "4", "--out-model", wrong)
+    assert (code, "a model file is written" in err) == (2, True)
 
 
 def test_memory_sizes_have_units(capsys, net):
@@ -187,6 +212,7 @@ def test_buckets_are_compared(capsys, net):
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
     assert "assumed rates of data-centre GPUs" in out
+    assert "ready times: predicted" in out
     for text in ("planned", "25 MiB, the first 1 MiB", "one all-reduce"):
         assert f"\n{text}" in out
     record = json.loads(run(capsys, *common, "--train", "--json")[1])

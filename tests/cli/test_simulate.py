@@ -163,6 +163,23 @@ def test_options_out_of_range_are_refused_by_name(model, options, said):
     assert re.search(said, made.stderr)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--keep 0.1", "--keep belongs to --compression top-k; add that, or leave it out"),
+        ("--keep 0.1 --compression int8", "--keep belongs to --compression top-k"),
+        ("--alpha 0.5", "--alpha belongs to --partition dirichlet"),
+        ("--partition even --label-shards 3", "--label-shards belongs to --partition labels"),
+        ("--least 3", "--least belongs to --group; add --group COLUMN"),
+        ("--group person", "--partition divides samples without --group; give one of them"),
+        ("--split part", "no column of groups is named"),
+    ],
+)
+def test_an_option_without_effect_is_refused_with_the_way_out(model, options, said):
+    with pytest.raises(InvalidInput, match=re.escape(said)):
+        run(model, *options.split())
+
+
 def test_help_tells_the_algorithms_apart():
     text = CliRunner().invoke(simulate, ["--help"], catch_exceptions=False).stdout
     _, _, after = text.partition("Examples:")

@@ -210,6 +210,8 @@ def test_a_run_begun_at_another_default_rate_is_refused_with_the_rate_to_give(
         (("--schedule", "cosine:high=1"), "cosine has low, got 'high'; write cosine:low=.."),
         (("--schedule", "step:every=x"), "--schedule step every takes a number, got 'x'"),
         (("--schedule", "step:every=1.5"), "must be a whole number of updates, got 1.5"),
+        (("--schedule", "step:every=inf"), "must be a whole number of updates, got inf"),
+        (("--schedule", "step:every=nan"), "must be a whole number of updates, got nan"),
         (("--schedule", "multi-step:at=5/3"), "increasing bounds >= 1, got [5, 3]"),
         (("--clip", "most:1"), "norm:LIMIT, each:LIMIT, value:LIMIT; got 'most:1'"),
         (("--clip", "0"), "clipped to a limit > 0, got 0.0"),
@@ -227,6 +229,36 @@ def test_a_senseless_flag_is_named_with_the_way_out(
 
 
 @pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--heartbeat 5", "--heartbeat belongs to a run of several processes; add --coordinator"),
+        ("--meet-within 5", "--meet-within belongs to a run of several processes; add --coord"),
+        ("--no-resume", "add --checkpoint FOLDER, or leave it out"),
+        ("--local-lr 0.1 --entry predict", "add --entry adapt, or leave it out"),
+        ("--restore-best", "--restore-best belongs to --early-stop"),
+        ("--processes", "processes=True needs workers=N"),
+        ("--loss-scale 8", "a loss scale needs precision='float16' or 'bfloat16'"),
+        ("--key-input key --entry loss", "is an input of predict; export that entry"),
+        ("--batch-norm updated", "--batch-norm is for model files"),
+        ("--class-weights 1,2 --loss mse", "--class-weights are for losses of classes"),
+        ("--group y --validation digits", "--group chooses what is held out"),
+        ("--devices 2", "--devices belongs to --parallel auto"),
+        ("--topology FILE", "--topology gives the rates of --parallel auto, --buckets or --stages"),
+        ("--deterministic", "--deterministic belongs to --engine xla"),
+        ("--shard *=data", "--mesh, --shard, --parallel, --buckets and --stages are for"),
+        ("--microbatches 2", "--mesh, --shard, --parallel, --buckets and --stages are for"),
+        ("--steps-per-launch 2", "steps_per_launch=2 needs the engine 'xla'"),
+    ],
+)
+def test_an_option_without_effect_is_refused_with_the_way_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str, said: str
+) -> None:
+    assert train(tmp_path, *flags.replace("FILE", __file__).split()) == EXIT_CODES[InvalidInput]
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "digits.tpm").exists()
+
+
+@pytest.mark.parametrize(
     ("text", "rates"),
     [
         ("cosine:low=0.1", {0: 1.0, 50: 0.55, 100: 0.1}),
@@ -235,6 +267,7 @@ def test_a_senseless_flag_is_named_with_the_way_out(
         ("step:every=10,factor=0.5", {9: 1.0, 10: 0.5, 20: 0.25}),
         ("multi-step:at=3/50", {2: 1.0, 3: 0.1, 50: 0.01}),
         ("exponential:factor=0.5,every=10", {0: 1.0, 10: 0.5, 20: 0.25}),
+        ("exponential:factor=0.5", {0: 1.0, 1: 0.5, 2: 0.25}),
         ("restarts:every=10,growth=2", {0: 1.0, 5: 0.5, 10: 1.0, 20: 0.5, 30: 1.0}),
     ],
 )

@@ -112,6 +112,12 @@ def database_url(request, tmp_path) -> Iterator[str]:
     cluster.execute(f"DROP DATABASE {name} WITH (FORCE)")
 
 
+SQLITE_FIRST = pytest.mark.parametrize(
+    "database_url", ["sqlite", pytest.param("postgres", marks=pytest.mark.long)], indirect=True
+)
+"""For tests of many processes: on PostgreSQL only in the long run."""
+
+
 @pytest.fixture
 def database(database_url) -> Iterator[Database]:
     """An open database, with the tables of whatever the test imports."""

@@ -15,7 +15,7 @@ from tests.conformance.rows import (
     OPSETS,
     ids,
 )
-from tests.conformance.uses import differentiable, recorded, uses_of
+from tests.conformance.uses import differentiable, is_sampled, mostly_long, recorded, uses_of
 
 from triplane.unified_ir.ops.table import TABLE
 
@@ -55,11 +55,26 @@ def test_a_body_computes_what_the_kernel_computes(use):
     checks.body_means_the_same(use)
 
 
-@pytest.mark.parametrize(
-    "opset", [n if n == 21 else pytest.param(n, marks=pytest.mark.slow) for n in OPSETS]
-)
 @pytest.mark.parametrize("use", EVERY, ids=ids(EVERY))
-def test_onnx_agrees_with_reference(use, opset):
+def test_onnx_agrees_with_reference(use):
+    agrees_or_refuses(use, 21)
+
+
+OTHER_OPSETS = [
+    pytest.param(use, opset, id=f"{use}-{opset}", marks=[] if is_sampled(use) else pytest.mark.long)
+    for use in EVERY
+    for opset in OPSETS
+    if opset != 21
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("use", "opset"), OTHER_OPSETS)
+def test_onnx_agrees_with_reference_at_the_oldest_and_newest_opset(use, opset):
+    agrees_or_refuses(use, opset)
+
+
+def agrees_or_refuses(use, opset):
     if {str(use), str(use.row)} & MISSING[opset]:
         checks.onnx_refuses_by_name(use, opset)
     else:
@@ -67,13 +82,14 @@ def test_onnx_agrees_with_reference(use, opset):
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("opset", [18, 19, 20, 22, 23, 24, 25])
 @pytest.mark.parametrize("use", EVERY, ids=ids(EVERY))
-def test_onnx_agrees_with_reference_at_the_opsets_between(use, opset):
-    if use.row.domain == "" and use.row.body is None and not defs.has(use.row.name, opset, ""):
-        checks.onnx_refuses_by_name(use, opset)
-    else:
-        checks.onnx_agrees(use, opset)
+def test_onnx_agrees_with_reference_at_the_opsets_between(use):
+    """All opsets in one test, for every worker of every run collects each test."""
+    for opset in (18, 19, 20, 22, 23, 24, 25):
+        if use.row.domain == "" and use.row.body is None and not defs.has(use.row.name, opset, ""):
+            checks.onnx_refuses_by_name(use, opset)
+        else:
+            checks.onnx_agrees(use, opset)
 
 
 @pytest.mark.parametrize("opset", [17, 21])
@@ -83,7 +99,7 @@ def test_forms_for_cuda_mean_the_same(use, opset):
         checks.forms_for_cuda_agree(use, opset)
 
 
-@pytest.mark.parametrize("use", EVERY, ids=ids(EVERY))
+@pytest.mark.parametrize("use", mostly_long(EVERY), ids=ids(EVERY))
 def test_ascend_agrees_with_rounded_operands_on_reference(use):
     if str(use.row) not in MISSING[21]:
         checks.ascend_agrees(use)
@@ -97,7 +113,7 @@ def test_rows_without_gradient_are_these():
     assert {str(row) for row in TABLE.values() if not row.differentiable} == NO_GRADIENT
 
 
-@pytest.mark.parametrize("use", EVERY, ids=ids(EVERY))
+@pytest.mark.parametrize("use", mostly_long(EVERY), ids=ids(EVERY))
 def test_a_symbolic_first_axis_keeps_types_and_values(use):
     if str(use) in NO_SYMBOL:
         assert checks.symbolic_form(use) is None, "this sample now takes a symbol: unlist it"
@@ -105,17 +121,17 @@ def test_a_symbolic_first_axis_keeps_types_and_values(use):
         checks.symbolic_axis_keeps_types(use, 26 if str(use.row) in MISSING[21] else 21)
 
 
-@pytest.mark.parametrize("use", SMOOTH, ids=ids(SMOOTH))
+@pytest.mark.parametrize("use", mostly_long(SMOOTH), ids=ids(SMOOTH))
 def test_gradients_of_both_orders_equal_central_differences(use):
     checks.gradients_hold(use)
 
 
-@pytest.mark.parametrize("use", SMOOTH, ids=ids(SMOOTH))
+@pytest.mark.parametrize("use", mostly_long(SMOOTH), ids=ids(SMOOTH))
 def test_gradient_graph_agrees_on_every_engine(use):
     checks.gradient_graph_agrees(use)
 
 
-@pytest.mark.parametrize("use", DOUBLE, ids=ids(DOUBLE))
+@pytest.mark.parametrize("use", mostly_long(DOUBLE), ids=ids(DOUBLE))
 def test_a_row_that_runs_in_float64_has_its_gradients_in_float64(use):
     checks.double_gradients_agree(use)
 

@@ -32,6 +32,7 @@ from sqlalchemy import (
     select,
 )
 from sqlalchemy.exc import IntegrityError
+from tests.cloud.databases import SQLITE_FIRST
 
 from triplane.cloud.identity import tables as identity_tables
 from triplane.cloud.registry import tables as registry_tables
@@ -131,6 +132,7 @@ def test_numbers_count_on_from_one(database):
     assert [database.write_now(add) for _ in range(3)] == [1, 2, 3]
 
 
+@SQLITE_FIRST
 @pytest.mark.slow
 def test_killed_writers_lose_nothing_they_acknowledged(database_url):
     """kill -9 in the middle of writes, eight times on one database; a fresh process reads."""

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tests.conformance.checks import batched, batches_agree, check, slices
 from tests.conformance.rows import FLAT, ids
-from tests.conformance.uses import first_shallow, recorded, uses_of, weighted_sum
+from tests.conformance.uses import first_shallow, mostly_long, recorded, uses_of, weighted_sum
 
 from triplane.unified_ir.autodiff import value_and_grad
 from triplane.unified_ir.engines.reference import ReferenceEngine
@@ -28,7 +28,7 @@ def opens(function):
 USES = [use for use in uses_of() if plain(use)]
 
 
-@pytest.mark.parametrize("use", USES, ids=ids(USES))
+@pytest.mark.parametrize("use", mostly_long(USES), ids=ids(USES))
 def test_a_batch_gives_what_a_loop_over_its_slices_gives(use):
     function, args = recorded(use, np.float32)
     if opens(function):

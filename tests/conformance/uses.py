@@ -3,6 +3,7 @@
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -73,6 +74,19 @@ def differentiable(table=TABLE):
 def first_shallow(uses):
     """The uses as parameters of a test: each row's first always, its others in the deep run."""
     return [use if use.number == 0 else pytest.param(use, marks=pytest.mark.deep) for use in uses]
+
+
+def mostly_long(uses):
+    """The uses as parameters of a test: each row's first and one in three of its others.
+
+    The rest is for the long run. Chosen by name, so that a new row moves no other.
+    """
+    return [use if is_sampled(use) else pytest.param(use, marks=pytest.mark.long) for use in uses]
+
+
+def is_sampled(use):
+    """Whether the fast suite runs this use in every check, not only in some."""
+    return use.number == 0 or crc32(str(use).encode()) % 3 == 0
 
 
 @contextmanager

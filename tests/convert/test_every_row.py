@@ -60,8 +60,14 @@ def test_the_sample_is_of_the_table():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", sorted(SAMPLE))
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        pytest.param(name, place, marks=[] if number % 2 == at else pytest.mark.long)
+        for number, name in enumerate(sorted(SAMPLE))
+        for at, place in enumerate(PLACES)
+    ],
+)
 def test_rows_that_need_contents_convert_to_float_and_int8(name, place, tmp_path):
     converts(use_named(name), place, tmp_path)
 

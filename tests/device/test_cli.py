@@ -81,7 +81,7 @@ def until_status(home, holds):
         assert time.monotonic() < until_s, found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_status_says_that_no_run_asks_for_the_population(tmp_path):
     """Also where the process runs with another population than the settings name.
 

@@ -170,6 +170,7 @@ def story_of(tmp_path, monkeypatch, caplog, tell, seconds):
     within(story(), seconds)
 
 
+@pytest.mark.long
 def test_what_is_learned_does_not_depend_on_which_awaits_take_long(tmp_path, monkeypatch, caplog):
     async def tell(made, calm):
         settling, doing = r"client.*_settle|_Working\._settle", r"client.*_do|_Working\._do"

@@ -71,7 +71,12 @@ def work(spec, number, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "compression"), [("fedadam", "int8"), ("maml", "top-k"), ("fedprox", "")]
+    ("name", "compression"),
+    [
+        pytest.param("fedadam", "int8", marks=pytest.mark.long),
+        ("maml", "top-k"),
+        pytest.param("fedprox", "", marks=pytest.mark.long),
+    ],
 )
 def test_rounds_over_grpc_equal_rounds_in_one_process(tmp_path, name, compression):
     request = given.start_request(

@@ -78,10 +78,8 @@ def add_entry_point(folder, header, line):
 def follow(page, folder):
     """Leaves the packages as they are after following the page in `folder`."""
     for package in PACKAGES:
-        shutil.copytree(
-            ROOT / package, folder / "triplane" / package,
-            ignore=shutil.ignore_patterns("__pycache__"),
-        )  # fmt: skip
+        # With compiled files, which stand for all that a page leaves as it is.
+        shutil.copytree(ROOT / package, folder / "triplane" / package)
     for file, where, name, code in blocks(page):
         if file == "pyproject.toml":
             add_entry_point(folder, name, code)

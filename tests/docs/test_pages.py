@@ -15,17 +15,21 @@ PAGES = {
     if "extending" not in page.parts  # test_extending.py follows those
 }
 LONG = {
+    "docs/converting.md",
     "docs/deploying.md",
     "docs/devices.md",
+    "docs/engines.md",
     "docs/federated.md",
+    "docs/importing.md",
     "docs/many_hosts.md",
     "docs/operations.md",
+    "docs/parallel.md",
     "docs/training.md",
     "docs/tutorials/photos.md",
     "docs/tutorials/series.md",
     "docs/tutorials/text.md",
 }
-"""Pages of whole processes, or of longer training: `make long` runs them."""
+"""Pages of whole processes, of longer training or of many engines: `make long` runs them."""
 
 NOT_RUN = {
     ("README.md", "sets up a checkout"): 1,

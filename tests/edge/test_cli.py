@@ -8,7 +8,8 @@ from triplane.edge.cli import edge, serve
 from triplane.edge.serving import __main__ as process
 from triplane.edge.serving.limits import ServingLimits
 from triplane.edge.serving.options import Options
-from triplane.proto.errors import InvalidInput
+from triplane.proto.errors import InvalidInput, Unavailable
+from triplane.unified_ir.runtime import available_providers
 
 
 @pytest.fixture
@@ -89,3 +90,14 @@ def test_help_shows_an_example_that_the_parser_accepts(told):
 
 def test_nothing_to_serve_is_a_usage_error(told):
     assert run().exit_code == click.UsageError.exit_code
+
+
+@pytest.mark.skipif(
+    "CUDAExecutionProvider" in available_providers(), reason="onnxruntime here has CUDA"
+)
+def test_a_node_does_not_enrol_for_a_device_that_onnxruntime_lacks(tmp_path):
+    home = tmp_path / "node"
+    argv = ["enrol", "token", "--cloud", "localhost:1", "--home", str(home), "--device", "cuda"]
+    with pytest.raises(Unavailable, match="pip uninstall onnxruntime && pip install onnxruntime-"):
+        edge.main(argv, standalone_mode=False)
+    assert not home.exists()

@@ -16,7 +16,9 @@ def home(tmp_path):
 
 
 def test_settings_come_back_as_they_were_saved(home):
-    given = NodeSettings(port=0, targets=("ort-x64",), probation_s=1, tls_cert="c", patience_s=2.5)
+    given = NodeSettings(
+        port=0, targets=("ort-x64",), probation_s=1, tls_cert="c", patience_s=2.5, device="cuda"
+    )
     home.save_settings(given)
     assert home.settings == given
 
@@ -32,7 +34,7 @@ def test_settings_that_are_left_out_have_their_defaults(home):
         ("port", "8001"), ("port", None), ("port", True), ("port", 65536), ("port", -1),
         ("metrics_port", 1.5), ("host", 7), ("host", None), ("targets", "ort-x64"),
         ("targets", [1]), ("probation_s", "long"), ("max_disk_bytes", None), ("tls_cert", 3),
-        ("min_bytes_per_s", "1"),
+        ("min_bytes_per_s", "1"), ("device", "tpu"), ("device", None), ("device", ["cuda"]),
     ],
 )  # fmt: skip
 def test_a_setting_of_the_wrong_kind_is_refused_by_name(home, name, value):

@@ -13,7 +13,11 @@ from triplane.proto.errors import Corrupt
 
 @pytest.mark.parametrize(
     ("points", "seed"),
-    [pytest.param(1000, 1, marks=pytest.mark.slow), pytest.param(5000, 2, marks=pytest.mark.deep)],
+    [
+        pytest.param(600, 1, marks=pytest.mark.slow),
+        pytest.param(1000, 1, marks=pytest.mark.long),
+        pytest.param(5000, 2, marks=pytest.mark.deep),
+    ],
 )
 def test_power_cuts_leave_a_committed_version_serving(quick_folder, points, seed):
     assert 50 < cuts(quick_folder, points=points, seed=seed) <= points / OUTCOMES, "each operation"

@@ -289,9 +289,17 @@ def twice(process, number, chance):
     process.send(chance.choice(SIGNALS))
 
 
+KINDS = ("serving", "supervisor", "agent", "device", "cloud")
+IN_TURN = [
+    pytest.param(name, phase, marks=[] if i % len(PHASES) == k else pytest.mark.long)
+    for i, name in enumerate(KINDS)
+    for k, phase in enumerate(PHASES)
+]
+"""Each kind of process in one phase, the others in the long run."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("name", ["serving", "supervisor", "agent", "device", "cloud"])
+@pytest.mark.parametrize(("name", "phase"), IN_TURN)
 def test_a_process_ends_on_a_signal_at_any_instant(kinds, tmp_path, name, phase):
     chance = random.Random(f"{name} {phase}")
     one(kinds[name], phase, tmp_path / "log", chance, interrupted=phase != "serving")

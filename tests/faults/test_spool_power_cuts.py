@@ -21,7 +21,7 @@ def play(quick_folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inline", [False, True])
+@pytest.mark.parametrize("inline", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_power_cuts_and_kills_leave_what_was_acknowledged_and_what_is_journaled(
     quick_folder, inline
 ):

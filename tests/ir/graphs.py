@@ -1,6 +1,7 @@
 """Functions and modules the tests of the IR share; every one is built by the program itself."""
 
 import numpy as np
+import pytest
 from tests.conformance.uses import is_constant
 
 from triplane.unified_ir import ops
@@ -11,6 +12,16 @@ from triplane.unified_ir.ir.types import DTYPES, OptionalType, SequenceType, Ten
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.inline import inline
 from triplane.unified_ir.ops.table import TABLE
+
+PARTS_OF_ROWS = [
+    *(pytest.param(row, row.samples[:1], id=str(row)) for row in TABLE.values()),
+    *(
+        pytest.param(row, row.samples[1:], id=f"{row}-others", marks=pytest.mark.long)
+        for row in TABLE.values()
+        if len(row.samples) > 1
+    ),
+]
+"""Each row with its first sample, and in the long run with its others."""
 
 
 def of_sample(row, sample, dtype=np.float32):

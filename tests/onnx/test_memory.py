@@ -55,7 +55,7 @@ def peak_bytes(model, out):
     return int(peak) << 10
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_import_takes_about_the_memory_of_the_weights_once(tmp_path):
     small = network(tmp_path / "small.onnx", 16, 1)
     large = network(tmp_path / "large.onnx", SIDE, LAYERS)

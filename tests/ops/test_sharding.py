@@ -16,7 +16,10 @@ from triplane.unified_ir.ir.text import function_text
 from triplane.unified_ir.ops.inline import with_sizes
 from triplane.unified_ir.passes.clean import clean
 from triplane.unified_ir.passes.sharding import plan, report
-from triplane.unified_ir.passes.sharding.problem import with_dividing_strategies
+from triplane.unified_ir.passes.sharding.problem import (
+    with_dividing_strategies,
+    with_strategies_outside,
+)
 from triplane.unified_ir.train.identity import of_function
 
 X, W = TensorSpec(("N", 8)), TensorSpec((8, 12))
@@ -187,3 +190,36 @@ def test_a_strategy_inside_a_loop_is_refused_by_line():
 
     with pytest.raises(InvalidInput, match=r"Relu at tests/ops/test_sharding.py:\d+ has the strat"):
         plan(trace(loop, X), 2, sizes={"N": 4})
+
+
+class Square(nn.Cell):
+    """Its gradient is its own, and so is the split of its product."""
+
+    def construct(self, x):
+        return ops.mul.shard((4, 1), (4, 1))(x, x)
+
+    def bprop(self, x, y, g):
+        return 2.0 * x * g
+
+
+def test_a_cell_with_a_bprop_is_opened_around_the_strategies_in_it():
+    function = trace(lambda x: ops.relu(nn.ReLU()(Square()(x) + 1.0)), X)
+    with pytest.raises(InvalidInput, match=r"Mul at .*test_sharding.py:[0-9]+ .* a bprop only"):
+        plan(function, 4, sizes={"N": 8})
+    opened = with_strategies_outside(function)
+    assert of(opened, "Mul") == [((4, 1), (4, 1))]
+    place = next(n.meta.location for n in opened.nodes if n.op.name == "Mul")
+    assert str(place).rpartition(":")[2] == str(Square.construct.__code__.co_firstlineno + 1)
+    assert ((4, 1), (4, 1)) in plan(opened, 4, sizes={"N": 8}).strategies().values()
+    x = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
+    run = ReferenceEngine().compile
+    np.testing.assert_array_equal(run(opened)(x)[0], run(function)(x)[0])
+
+
+def test_a_cell_with_a_bprop_and_no_strategies_stays():
+    class Plain(Square):
+        def construct(self, x):
+            return x * x
+
+    function = trace(Plain(), X)
+    assert function_text(with_strategies_outside(function)) == function_text(function)

@@ -269,7 +269,7 @@ MISUSES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_type_checker_knows_the_operators(tmp_path):
     program = tmp_path / "program.py"
     lines = [f"    {call}" for call in MISUSES]

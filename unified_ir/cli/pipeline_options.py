@@ -36,7 +36,9 @@ def check(options: Mapping[str, Any]) -> None:
     for name in ("explain", "out", "out_model", "buckets"):
         if options[name] not in (None, False):
             flag = name.replace("_", "-")
-            raise InvalidInput(f"--{flag} belongs to a plan with --devices; --stages has no use")
+            raise InvalidInput(
+                f"--{flag} belongs to a plan with --devices; leave it out with --stages"
+            )
     if count is not None and batch % count:
         raise InvalidInput(
             f"--batch-size {batch} does not divide into {count} equal microbatches; choose a "

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
+from click.core import ParameterSource
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.cli import pipeline_options
@@ -17,6 +18,7 @@ from triplane.unified_ir.cli.shell import (
     COUNT,
     OUTPUT_FILE,
     check_distinct_files,
+    check_suffix,
     json_option,
     open_output,
     option,
@@ -35,7 +37,7 @@ Examples:
   triplane plan zoo:resnet18 --input 3x64x64 --train --devices 6 --batch-size 96 --explain Conv
   triplane plan net.py:Net --input 784 --devices 16 --topology cluster.json --out plan.svg
   triplane plan zoo:lenet --input 1x28x28 --train --stages 4 --microbatches 8
-  triplane plan digits.tpm --entry predict --devices 4 --out-model planned.tpm
+  triplane plan digits.tpm --devices 4 --out-model planned.tpm
   triplane plan zoo:resnet18 --input 3x64x64 --train --devices 8 --batch-size 256 --buckets
   triplane plan --measure machine.json
 
@@ -74,19 +76,21 @@ OPTIONS: Final = (
            "repeated.", name="inputs", multiple=True),
     option("--train", "Plan a training step of a cell instead of `predict`: cross entropy of class "
            "numbers, with Adam.", is_flag=True),
-    option("--entry NAME", "Function of a model file.  [default: train_step, or loss with "
-           "--stages; else predict]"),
+    option("--entry NAME", "Function of a model file.  [default: train_step, loss with --stages, "
+           "predict with --out-model; else predict]"),
     option("--topology FILE", "JSON with the rates of devices and links.  [default: assumed rates]",
            click.Path(path_type=Path, exists=True, dir_okay=False)),
     option("--buckets", "Show how the gradients of a data-parallel training step are grouped into "
-           "all-reduces.", is_flag=True),
+           "all-reduces, by predicted times; `triplane train --buckets auto` measures them.",
+           is_flag=True),
     option("--measure FILE.json", "Measure the devices that JAX finds, and write what --topology "
            "reads.", OUTPUT_FILE),
     option("--explain NODE", "Show what one node, layer or operator could do instead, and which "
            "rule decided."),
     option("--out FILE.svg", "Draw the plan.", OUTPUT_FILE),
-    option("--out-model FILE.tpm", "Write the model file with the planned split of each node; "
-           "the engine xla carries them out, and ONNX export writes them.", OUTPUT_FILE),
+    option("--out-model FILE.tpm", "Write the model file with the planned split of each node. "
+           "`triplane train` trains by that of predict; the engine xla and ONNX export read that "
+           "of any function.", OUTPUT_FILE),
 )
 # fmt: on
 
@@ -107,34 +111,48 @@ def command(**options: Any) -> None:
     It needs no device. The plan is the cheapest one by a model of costs that the rates describe.
     """
     output = open_output(options.pop("as_json"))
-    model, out = options["model"], options["out"]
+    _check(options)
     if options["measure"] is not None:
-        if any(options[name] for name in _OF_PLANS):
+        output.result(*_measured(options["measure"]))
+        return
+    with output.user_code():
+        function = _function(options)
+    record, lines = _kind(options)(function, options)
+    output.result(record, "\n".join(lines))
+
+
+def _check(options: dict[str, Any]) -> None:
+    """Refuse options that do not go together, before a model is read."""
+    model, out, out_model = options["model"], options["out"], options["out_model"]
+    if options["measure"] is not None:
+        if any(options[name] for name in _OF_PLANS) or _is_stated("batch_size"):
             raise InvalidInput(
                 "--measure times this machine's devices; it takes no model and no option of a plan"
             )
-        output.result(*_measured(options["measure"]))
         return
     if model is None:
         raise InvalidInput(
             "plan needs a model and a number of devices, as in: triplane plan digits.tpm --devices "
             "4; --measure FILE.json measures this machine instead"
         )
-    check_distinct_files(
-        [model, options["topology"]], {"--out": out, "--out-model": options["out_model"]}
-    )
-    if options["out_model"] is not None and Path(model).suffix != ".tpm":
+    check_distinct_files([model, options["topology"]], {"--out": out, "--out-model": out_model})
+    if out_model is not None and Path(model).suffix != ".tpm":
         raise InvalidInput(
             f"--out-model writes a model file with its plan, and {model} is none; a cell has its "
             "strategies in code, ops.matmul.shard((4, 1), (1, 1))(a, b)"
         )
+    check_suffix("--out-model", out_model, "model file")
     if out is not None and out.suffix != ".svg":
         raise InvalidInput(f"--out writes a picture, NAME.svg, got {out.name!r}")
+    if BATCH in options["sizes"] and _is_stated("batch_size"):
+        raise InvalidInput(f"--batch-size is the size {BATCH}, so leave {BATCH} out of --sizes")
     pipeline_options.check(options)
-    with output.user_code():
-        function = _function(options)
-    record, lines = _kind(options)(function, options)
-    output.result(record, "\n".join(lines))
+
+
+def _is_stated(name: str) -> bool:
+    """Return whether an option with a default is on the command line."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source is ParameterSource.COMMANDLINE
 
 
 def _kind(options: dict[str, Any]) -> Any:
@@ -147,9 +165,12 @@ def _kind(options: dict[str, Any]) -> Any:
 def _planned(function: Function, options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     from triplane.proto.disk import write_atomic
     from triplane.unified_ir.passes.sharding import plan, report
+    from triplane.unified_ir.passes.sharding.problem import with_strategies_outside
 
+    is_kept = options["out_model"] is not None
     chosen = plan(
-        function,
+        # What is written keeps the gradients of its cells.
+        function if is_kept else with_strategies_outside(function),
         options["devices"],
         sizes=_sizes(function, options),
         memory_bytes=options["memory"],
@@ -176,7 +197,7 @@ def _write_model(chosen: ParallelPlan, options: dict[str, Any]) -> None:
     from triplane.unified_ir.ops.check import load, save
 
     module, source = load(options["model"]), Path(options["model"])
-    name = module.entries[options["entry"] or _planned_entry(module)]
+    name = module.entries[options["entry"] or _planned_entry(module, "predict")]
     functions = {**module.functions, name: chosen.with_strategies()}
     save(
         replace(module, functions=functions),
@@ -249,7 +270,9 @@ def _function(options: dict[str, Any]) -> Function:
                 f"{model} has its inputs and its training step; --input and --train are for "
                 "FILE.py:Cell and zoo:NAME"
             )
-        return _entry(model, entry, "loss" if options["stages"] else "train_step")
+        # What is written is for training, which derives its step from `predict`.
+        usual = "predict" if options["out_model"] is not None else "train_step"
+        return _entry(model, entry, "loss" if options["stages"] else usual)
     if entry is not None:
         raise InvalidInput(f"--entry is for a model file; {model} is planned as `predict`")
     if not inputs:
@@ -286,7 +309,7 @@ def _entry(model: str, entry: str | None, usual: str) -> Function:
     return module.entry(entry or _planned_entry(module, usual))
 
 
-def _planned_entry(module: Module, usual: str = "train_step") -> str:
+def _planned_entry(module: Module, usual: str) -> str:
     names = (e for e in (usual, "predict") if e in module.entries)
     return next(names, next(iter(module.entries), ""))
 

@@ -28,6 +28,7 @@ from triplane.unified_ir.cli.shell import (
     option,
 )
 from triplane.unified_ir.cli.stopped_runs import StoppedRun, nothing_finished, reason, seeds_stopped
+from triplane.unified_ir.cli.study_options import check_effects
 from triplane.unified_ir.cli.unlearnable import left_out, left_out_line
 from triplane.unified_ir.federated.core import defaults
 
@@ -190,6 +191,7 @@ def compare(options: dict[str, Any], server_of: ServerOf) -> None:
     """
     options["server_of"] = server_of
     output = open_output(options["as_json"])
+    check_effects(options)
     outputs = {flag(k): options[k] for k in OUTPUTS}
     own_files = click.get_current_context().meta.get(FILES, ())
     check_distinct_files([options["model"], options["data"], *own_files], outputs)
@@ -202,7 +204,8 @@ def compare(options: dict[str, Any], server_of: ServerOf) -> None:
     if options["engine"] == "xla":
         from triplane.unified_ir.engines.xla.engine import XlaEngine
 
-        output.note(f"engine xla on {XlaEngine().devices}")
+        # Without what follows on meshes, which studies have none of.
+        output.note(f"engine xla on {str(XlaEngine().devices).partition(';')[0]}")
     with output.user_code():
         unlearned = _leave_out(module, options, studies)
         absent = [left_out_line(unlearned)] if unlearned else []

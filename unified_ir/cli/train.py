@@ -153,20 +153,24 @@ OPTIONS: Final = (
     option("--microbatches M", "With --stages: equal parts of a batch that follow each other.  "
            "[default: four for each stage]", COUNT),
     option("--buckets SIZE", "With --mesh data=N: gradients that share an all-reduce, as planned "
-           "(auto), all (one), or of a size such as 25MiB.  [default: XLA decides]",
+           "by times that are measured before the first step (auto), all (one), or of a size such "
+           "as 25MiB.  [default: XLA decides]",
            MemorySize("auto", "one")),
-    option("--topology FILE", "With --parallel or --buckets: rates, as `triplane plan` takes them.",
-           click.Path(path_type=Path, exists=True, dir_okay=False)),
+    option("--topology FILE", "With --parallel, --buckets or --stages: rates, as `triplane plan` "
+           "takes them.", click.Path(path_type=Path, exists=True, dir_okay=False)),
     option("--steps-per-launch N", "With --engine xla: steps that the device runs without the host "
-           "between them; auto measures whether that is faster.", default="1"),
+           "between them. N is always kept; auto measures, and falls back to 1 where that is "
+           "faster.", default="1"),
     option("--deterministic", "With --engine xla: the same bits again on a GPU, too.",
            is_flag=True),
     option("--coordinator HOST:PORT", "With --engine xla: train as one of several processes; where "
            "the first one serves the others. auto: the first node of SLURM."),
     option("--process I/N", "Which of the processes this is, from 1/N.  [default: as SLURM or a "
            "Kubernetes Job says]"),
-    option("--heartbeat SECONDS", "A process that gives no sign of life for so long is lost.",
-           COUNT, default=10),
+    option("--heartbeat SECONDS", "With --coordinator: a process that gives no sign of life for so "
+           "long is lost.  [default: 10]", COUNT),
+    option("--meet-within SECONDS", "With --coordinator: all processes must have started within so "
+           "long.  [default: 300]", COUNT),
     option("--seed N", "Seed of initial weights, split and order; the same seed gives the same "
            "bytes.", NATURAL, default=0),
     option("--out", "The model file to write (NAME.tpm).", OUTPUT_FILE, required=True),
@@ -220,7 +224,7 @@ def _run(options: dict[str, Any], output: CommandOutput, *, is_default_rate: boo
         trainer, measures, module = _trained(options, output)
     digest = _written(options, trainer, module)
     if digest is None:
-        output.note(f"{options['hosts']}: done, and process 1 has written {options['out']}")
+        output.note(f"{options['hosts']}: done; process 1 has written its --out")
         return
     record = _record(options["out"], digest, trainer, measures, time.perf_counter() - start)
     _report(output, options, record)
@@ -251,6 +255,7 @@ def _check(options: dict[str, Any]) -> None:
         {"--out": options["out"], "--history": options["history"]},
     )
     check_suffix("--out", options["out"], "model file")
+    training.check_effects(options)
     rate = options["local_lr"]
     if rate is not None and not math.isfinite(rate):
         raise InvalidInput(f"--local-lr must be a finite number > 0, got {rate}")
@@ -334,9 +339,11 @@ def _trained(
 ) -> tuple[Trainer, dict[str, float], Module]:
     """Return a trained trainer, its measures on held-out data, and the module to export."""
     from triplane.unified_ir import nn
+    from triplane.unified_ir.cli import watching
 
     # First, so that processes meet before each reads its data.
-    options["engine"] = training.engine(options)
+    with watching.waiting(options["hosts"], output.note):
+        options["engine"] = training.engine(options)
     nn.seed(options["seed"])  # before the cell exists, whose weights are drawn from it
     cell = load_cell(
         options["cell"], batch_norm=options["batch_norm"], arguments=options["cell_args"]

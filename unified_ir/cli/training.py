@@ -125,7 +125,7 @@ def engine(options: Mapping[str, Any]) -> Any:
     from triplane.unified_ir.passes.sharding import read_topology
 
     counts = _pairs("--mesh", "AXIS=N,..", () if mesh is None else mesh.split(","))
-    axes = {k: _whole("--mesh", _number("--mesh", n)) for k, n in counts.items()}
+    axes = {k: _devices(k, n) for k, n in counts.items()}
     patterns = {
         pattern: [None if axis in {"", "-"} else axis for axis in over.split(",")]
         for pattern, over in _pairs("--shard", "PATTERN=AXIS,..", shard).items()
@@ -137,23 +137,54 @@ def engine(options: Mapping[str, Any]) -> Any:
     return XlaEngine(mesh=axes, shard=patterns, topology=topology, **chosen)
 
 
+def _devices(axis: str, text: str) -> int:
+    """Return the number of devices of an axis of --mesh."""
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise InvalidInput(f"--mesh {axis} is a number of devices, as {axis}=4, got {text[:80]!r}")
+    return int(text)
+
+
+def check_effects(options: Mapping[str, Any]) -> None:
+    """Refuse options that would have no effect beside the others."""
+    if not options["resume"] and options["checkpoint"] is None:
+        raise InvalidInput(
+            "--no-resume refuses checkpoints in the folder of --checkpoint; add --checkpoint "
+            "FOLDER, or leave it out"
+        )
+    entries = options["entries"]
+    if options["local_lr"] is not None and entries and not {"local_update", "adapt"} & {*entries}:
+        raise InvalidInput(
+            "--local-lr is the rate of local_update and adapt, and --entry names neither; add "
+            "--entry adapt, or leave it out"
+        )
+
+
 def steps_per_launch(text: str) -> int | Literal["auto"]:
     """Parse --steps-per-launch: a whole number, or auto."""
     if text == "auto":
         return "auto"
     if not re.fullmatch("[1-9][0-9]{0,8}", text):
-        raise InvalidInput(f"--steps-per-launch is a number >= 1, or auto; got {text!r}")
+        raise InvalidInput(
+            f"--steps-per-launch is a number from 1 to 999999999, or auto; got {text[:80]!r}"
+        )
     return int(text)
 
 
 def hosts(options: Mapping[str, Any]) -> Hosts | None:
     """Return the process that --coordinator, --process or the environment describe, if any."""
-    from triplane.unified_ir.engines.xla.hosts import hosts_of
+    from triplane.unified_ir.engines.xla.hosts import COORDINATOR, hosts_of
 
-    heartbeat_s = options["heartbeat"]
+    waits = {"--heartbeat": options["heartbeat"], "--meet-within": options["meet_within"]}
     chosen = hosts_of(
-        options["coordinator"], options["process"], os.environ, heartbeat_s=heartbeat_s
-    )
+        options["coordinator"], options["process"], os.environ,
+        heartbeat_s=options["heartbeat"], meet_within_s=options["meet_within"],
+    )  # fmt: skip
+    alone = next((flag for flag, seconds in waits.items() if seconds is not None), None)
+    if chosen is None and alone is not None:
+        raise InvalidInput(
+            f"{alone} belongs to a run of several processes; add --coordinator HOST:PORT and "
+            f"--process I/N (or set {COORDINATOR}), or leave it out"
+        )
     if chosen is not None and options["engine"] != "xla":
         raise InvalidInput(
             f"{chosen}: several processes train with --engine xla; the engine is "
@@ -234,7 +265,7 @@ def schedule(text: str, lr: float, total: int | None) -> Schedule:
 
 
 def _whole(what: str, x: float) -> int:
-    if x != int(x):
+    if not float(x).is_integer():
         raise InvalidInput(f"{what} must be a whole number of updates, got {x:g}")
     return int(x)
 

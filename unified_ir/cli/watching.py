@@ -10,9 +10,11 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -22,11 +24,13 @@ from typing import IO, TYPE_CHECKING, Final, NoReturn
 
 from triplane.proto.errors import TriplaneError, Unavailable
 from triplane.unified_ir.cli.shell import exit_code_of
-from triplane.unified_ir.engines.xla.hosts import JOIN_S, Hosts, ProcessLost
+from triplane.unified_ir.engines.xla.hosts import Hosts, ProcessLost
 
 if TYPE_CHECKING:
     from types import FrameType
 
+WAITING_S: Final = 10.0
+"""Between two lines that say that the processes have not met yet."""
 WATCHED: Final = "TRIPLANE_WATCHED"
 """Set for the child, which removes it."""
 TAIL: Final = 200
@@ -76,6 +80,43 @@ def reporting(hosts: Hosts | None) -> Iterator[None]:
         if hosts is not None:
             sys.stderr.write(f"{_ENDED}{code}\n")
             sys.stderr.flush()
+
+
+@contextmanager
+def waiting(hosts: Hosts | None, note: Callable[[str], None]) -> Iterator[None]:
+    """Within the block, say from time to time that the processes have not met yet."""
+    if hosts is None:
+        yield
+        return
+    met = threading.Event()
+
+    def report() -> None:
+        start_s = time.monotonic()
+        while not met.wait(WAITING_S):
+            text = _waited(hosts, round(time.monotonic() - start_s))
+            if not met.is_set():
+                note(text)
+
+    thread = threading.Thread(target=report, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        met.set()
+        thread.join()
+
+
+def _waited(hosts: Hosts, seconds: int) -> str:
+    head = f"process {hosts.process} of {hosts.count} has waited {seconds} of "
+    head += f"{hosts.meet_within_s} s (--meet-within) for the others"
+    if hosts.process == 1:
+        return f"{head}; start each of 2/{hosts.count} to {hosts.count}/{hosts.count}"
+    host, _, port = hosts.coordinator.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+    except OSError as error:
+        return f"{head}; process 1 does not answer at {hosts.coordinator} ({error})"
+    return f"{head}; process 1 answers, so another one is not there"
 
 
 def _leave(error: ProcessLost) -> NoReturn:
@@ -169,9 +210,9 @@ def failure(hosts: Hosts, code: int, tail: str, checkpoint: Path | None) -> Unav
     """Return the error of a child that ended with this code and these last words."""
     if _UNMET in tail:
         return Unavailable(
-            f"{hosts}: the processes did not all meet within {JOIN_S} s; is each of "
+            f"{hosts}: the processes did not all meet within {hosts.meet_within_s} s; is each of "
             f"1/{hosts.count} to {hosts.count}/{hosts.count} started, and the coordinator's "
-            "address that of the first one, reachable from here?"
+            "address that of the first one, reachable from here? --meet-within SECONDS waits longer"
         )
     return ProcessLost(
         f"{_who(hosts, code, tail)}; {_standing(checkpoint)}; {_way_on(hosts, tail)}"
@@ -249,6 +290,8 @@ def _way_on(hosts: Hosts, tail: str) -> str:
 def _with(words: list[str], coordinator: str | None, process: str | None) -> list[str]:
     """Return a command line with these values of the two options; None: without the option."""
     values = {"--coordinator": coordinator, "--process": process}
+    if coordinator is None:  # those of a run of several processes
+        values |= {"--heartbeat": None, "--meet-within": None}
     kept: list[str] = []
     rest = iter(words)
     for word in rest:

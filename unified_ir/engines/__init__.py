@@ -10,6 +10,7 @@ from triplane.proto.suggestions import suggestion
 from triplane.unified_ir.engines.protocol import (
     Engine,
     EngineLoop,
+    HasState,
     LaunchBatches,
     LaunchingLoop,
     ProcessGroup,
@@ -63,6 +64,7 @@ __all__ = [
     "ENGINES",
     "Engine",
     "EngineLoop",
+    "HasState",
     "LaunchBatches",
     "LaunchingLoop",
     "ProcessGroup",

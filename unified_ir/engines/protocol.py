@@ -108,6 +108,24 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
+class HasState(Protocol):
+    """Holds what a resumed run needs, such as a choice that an engine made by measured times."""
+
+    @property
+    def state_key(self) -> str:
+        """The name of its state in checkpoints."""
+        ...
+
+    def state_dict(self) -> Mapping[str, Array]:
+        """Return arrays that a resumed run needs."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Take the arrays of a checkpoint, of which there may be none; Corrupt if it is damaged."""
+        ...
+
+
 class ProcessGroup(Protocol):
     """The processes of one run, of which this is one; all of them make the same calls in order."""
 

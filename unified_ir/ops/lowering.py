@@ -182,3 +182,15 @@ def truncated(k: XlaContext, x: Any, dtype: Any) -> Any:
     limit = -float(least)
     holds = (x >= -limit) & (x < limit)
     return k.np.where(holds, k.lax.convert_element_type(x, dtype), np.asarray(least, dtype))
+
+
+def to_uint64(k: XlaContext, x: Any) -> Any:
+    """Convert floats as an x86 processor does: in two halves, each by way of int64."""
+    if x.dtype.itemsize < 4:  # 2^63 is infinite in float16
+        x = k.lax.convert_element_type(x, np.float32)
+    half = 2.0**63
+    is_upper = x >= half
+    low = truncated(k, k.np.where(is_upper, x - half, x), np.int64)
+    upper = np.uint64(1 << 63)
+    bits = k.lax.convert_element_type(low, np.uint64)
+    return k.np.where(is_upper, bits ^ upper, bits)

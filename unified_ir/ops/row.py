@@ -244,6 +244,8 @@ class Op:
     """How vmap applies the row to a batch (`ops/batching.py`); by default its body or a scan."""
     data_dependent_dims: int | Callable[[OpCall], int] = 0
     """How many output sizes only the data decide; each node names them (`OpCall.opened`)."""
+    fixed_sizes: str = ""
+    """What a call passes so that no size in the body is one that only the data decide."""
     nondeterministic: bool = False
     """Each node is its own draw: it is never merged with an equal node or folded to a constant."""
     preserves_elements: bool = False

@@ -12,7 +12,7 @@ from itertools import count, filterfalse
 
 import numpy as np
 
-from triplane.unified_ir.ir.graph import AttrValue, Function, Node, Value
+from triplane.unified_ir.ir.graph import AttrValue, Function, Meta, Node, Value
 from triplane.unified_ir.ir.types import DType
 from triplane.unified_ir.ops.build import expansion, note_contents
 from triplane.unified_ir.ops.inline import introduced_sizes, with_new_sizes
@@ -83,10 +83,16 @@ class Rewriter:
             outputs = tuple(Value(v.type) for v in part.outputs)
             operands = tuple(None if v is None else inner[v] for v in part.inputs)
             inner.update(zip(part.outputs, outputs, strict=True))
-            self.visit(replace(part, inputs=operands, outputs=outputs, meta=node.meta))
+            meta = self.place_of(part, node)
+            self.visit(replace(part, inputs=operands, outputs=outputs, meta=meta))
         for out, result in zip(node.outputs, body.results, strict=False):
             # `visit` may have replaced the value that stands for the result.
             self.env[out] = self.env.get(inner[result], inner[result])
+
+    def place_of(self, part: Node, node: Node) -> Meta:
+        """Return where a node of the body of `node` was written: by default where `node` was."""
+        # A body that is recorded once has the place of its first use.
+        return node.meta
 
     def cast(self, value: Value, dtype: DType, origin: Node) -> Value:
         """Return the value in another element type, converted once however many nodes read it."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from triplane.proto.disk import write_atomic
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.engines import HasState
 from triplane.unified_ir.frontend.arguments import check_arguments
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.optim.plateau import Better, sign_of
@@ -60,8 +61,8 @@ class Callback:
         """Run after the last epoch or an early stop, but not after an error."""
 
 
-def states_of(callbacks: Sequence[Callback]) -> dict[str, Mapping[str, Array]]:
-    """Return the state of each callback that has any, by its key."""
+def states_of(callbacks: Sequence[HasState]) -> dict[str, Mapping[str, Array]]:
+    """Return the state of each callback, or engine, that has any, by its key."""
     states: dict[str, Mapping[str, Array]] = {}
     for callback in callbacks:
         if own := callback.state_dict():

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from triplane.proto.errors import Conflict
+from triplane.unified_ir.engines import HasState
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.train import identity
 from triplane.unified_ir.train.batches import BatchSource
@@ -62,8 +63,14 @@ def restore(trainer: Trainer, snapshot: Snapshot, changed: Collection[str] = ())
         )
     trainer.write_back(snapshot.state)
     trainer.place, trainer.history = snapshot.place, snapshot.history
-    for callback in (*trainer.callbacks, trainer.launch_choice):
-        callback.load_state_dict(snapshot.callbacks.get(callback.state_key, {}))
+    for holder in holders(trainer):
+        holder.load_state_dict(snapshot.callbacks.get(holder.state_key, {}))
+
+
+def holders(trainer: Trainer) -> list[HasState]:
+    """Return what checkpoints hold beside the state of the training step."""
+    own = [trainer.engine] if isinstance(trainer.engine, HasState) else []
+    return [*trainer.callbacks, trainer.launch_choice, *own]
 
 
 def _with_optimizer(theirs: Mapping[str, Array], mine: Mapping[str, Array]) -> dict[str, Array]:

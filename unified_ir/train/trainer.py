@@ -82,7 +82,8 @@ class Trainer:
     constant number, or a `LossScale` that adapts to the gradients (the default with float16).
     engine: a name, or an engine with options (docs/engines.md). device: "cuda" runs the engine onnx
     on a GPU. steps_per_launch: with the engine xla, how many steps the device runs without the host
-    between them, or "auto"; `on_step` is then called for all of them after the last.
+    between them; `on_step` is then called for all of them after the last. A number is always kept;
+    "auto" measures, and falls back to 1 where that is faster.
     """
 
     def __init__(
@@ -536,7 +537,7 @@ class Trainer:
             batch_size=batch_size,
             samples=samples,
             identity=identity,
-            callbacks=states_of([*self.callbacks, self.launch_choice]),
+            callbacks=states_of(resuming.holders(self)),
         )
 
 

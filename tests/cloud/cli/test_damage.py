@@ -8,6 +8,7 @@ from tests.support.cloud_process import running
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.long
 def test_damaged_files_of_a_signed_version_are_named_and_mended(tmp_path, monkeypatch):
     home, keys, file = tmp_path / "home", tmp_path / "keys", tmp_path / "s.tpm"
     answer("cloud", "init", "--home", home, "--offline-keys", keys)

@@ -110,6 +110,7 @@ def test_a_signature_is_given_where_the_keys_are(operator, pushed, place, capsys
     assert [found["path"] for found in again["targets"]] == ["release/lenet@1+ort-x64.bundle"]
 
 
+@pytest.mark.long
 def test_two_signers_release_only_together(place, capsys, monkeypatch):
     home, keys = place / "two", place / "two-keys"
     run("cloud", "init", "--home", home, "--offline-keys", keys, "--release-keys", "2",

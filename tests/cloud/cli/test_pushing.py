@@ -39,7 +39,9 @@ def push_over(made, place):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
+)
 def test_a_push_that_was_stopped_sends_the_rest_when_it_is_run_again(place, number):
     file = place / "wide.tpm"
     size = file.stat().st_size
@@ -63,7 +65,7 @@ def test_a_push_that_was_stopped_sends_the_rest_when_it_is_run_again(place, numb
     assert kept > size // 2 - IN_FLIGHT_BYTES, f"sent {whole.sent} of {size} bytes again"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_push_waits_for_a_cloud_that_does_not_know_yet_that_the_sender_vanished(place):
     size = (place / "wide.tpm").stat().st_size
     with running(place / "home") as (ready, _), link(ready["port"]) as whole:

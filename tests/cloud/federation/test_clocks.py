@@ -69,7 +69,7 @@ def test_a_cloud_whose_clock_jumps_gives_rounds_up_at_most_and_ends_the_run(tmp_
     assert not run.refusals.reasons
 
 
-@pytest.mark.parametrize("wrong_by_s", [-YEARS_S, YEARS_S])
+@pytest.mark.parametrize("wrong_by_s", [-YEARS_S, pytest.param(YEARS_S, marks=pytest.mark.long)])
 def test_a_device_with_a_wrong_clock_counts_in_every_round(tmp_path, monkeypatch, wrong_by_s):
     """Deadlines come as seconds to go; only renewal looks at the clock, and once an hour."""
     wrong = SimpleNamespace(time=lambda: time.time() + wrong_by_s, monotonic=time.monotonic)

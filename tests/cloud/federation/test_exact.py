@@ -78,7 +78,13 @@ def in_one_process(folder, request, run, devices):
 
 @pytest.mark.parametrize(
     ("algorithm", "compression"),
-    [("maml+adam", ""), ("fedprox", ""), ("fedadam", "int8"), ("maml", ""), ("meta-sgd", "top-k")],
+    [
+        ("fedadam", "int8"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (("maml+adam", ""), ("fedprox", ""), ("maml", ""), ("meta-sgd", "top-k"))
+        ),
+    ],
 )
 def test_rounds_over_grpc_equal_the_same_rounds_in_one_process(tmp_path, algorithm, compression):
     request = start_request(

@@ -454,7 +454,7 @@ def test_devices_are_told_whether_a_run_asks_their_population(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["blobs", "database"])
+@pytest.mark.parametrize("kind", [pytest.param("blobs", marks=pytest.mark.long), "database"])
 def test_a_cloud_that_starts_on_a_full_disk_serves_reads_and_its_run_goes_on_later(
     tmp_path, monkeypatch, kind
 ):

@@ -84,6 +84,7 @@ def test_change_that_many_runs_write_down_is_spent_once(tmp_path):
     assert asyncio.run(meeting(tmp_path, RUNS, join)) <= 1.0
 
 
+@pytest.mark.long
 def test_beginning_of_a_run_spends_nothing_of_a_device(tmp_path):
     async def begin_more(cloud, runs, mallory):
         async with living([mallory]):

@@ -16,7 +16,7 @@ from triplane.proto import federation_pb2 as pb
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["fedavg", "maml"])
+@pytest.mark.parametrize("algorithm", ["fedavg", pytest.param("maml", marks=pytest.mark.long)])
 def test_a_run_over_the_wire_registers_its_result_with_lineage(tmp_path, algorithm):
     async def story():
         async with running(make_home(tmp_path)) as cloud:

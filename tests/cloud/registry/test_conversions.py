@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from sqlalchemy import select, update
+from tests.cloud.databases import SQLITE_FIRST
 from tests.cloud.registry.models import (
     QUICK,
     WAIT_S,
@@ -63,13 +64,18 @@ def bomb(name="manifest.pb"):
     ("damage", "message"),
     [
         (lambda data: flipped(data, "weights.safetensors"), "digits.tpm.*weights.safetensors"),
-        (lambda data: flipped(data, "module.pb"), "digits.tpm.*module.pb"),
-        (lambda data: flipped(data, "manifest.pb"), "digits.tpm.*manifest"),
-        (lambda data: data[:-1], "digits.tpm"),
-        (lambda data: data + b"x", "digits.tpm"),
-        (lambda _: b"PK" + bytes(1000), "digits.tpm"),
-        (lambda _: b"", "digits.tpm"),
         (lambda _: bomb(), "digits.tpm"),
+        *(
+            pytest.param(damage, message, marks=pytest.mark.long)
+            for damage, message in (
+                (lambda data: flipped(data, "module.pb"), "digits.tpm.*module.pb"),
+                (lambda data: flipped(data, "manifest.pb"), "digits.tpm.*manifest"),
+                (lambda data: data[:-1], "digits.tpm"),
+                (lambda data: data + b"x", "digits.tpm"),
+                (lambda _: b"PK" + bytes(1000), "digits.tpm"),
+                (lambda _: b"", "digits.tpm"),
+            )
+        ),
     ],
 )
 def test_a_damaged_model_file_is_refused_and_the_part_named(sqlite, tmp_path, damage, message):
@@ -304,6 +310,7 @@ asyncio.run(main(sys.argv[1], Path(sys.argv[2])))
 """
 
 
+@SQLITE_FIRST
 @pytest.mark.slow
 def test_a_cloud_killed_while_converting_converts_when_it_is_back(database_url, tmp_path):
     model_bytes(tmp_path)

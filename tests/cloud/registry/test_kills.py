@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import func, select
+from tests.cloud.databases import SQLITE_FIRST
 from tests.cloud.registry.models import QUICK, child, registry_of
 
 from triplane.cloud.identity import audit
@@ -55,6 +56,7 @@ def killed(url, folder, after):
     return whole
 
 
+@SQLITE_FIRST
 @pytest.mark.slow
 def test_acknowledged_pushes_survive_kills(database_url, tmp_path):
     rng = random.Random(0)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from tests.cloud.databases import SQLITE_FIRST
 from tests.cloud.registry.models import QUICK, asked, child
 
 from triplane.cloud.registry import Conversions, Lineage, Registry
@@ -124,6 +125,7 @@ def machine(url, folder):
     return Machine
 
 
+@SQLITE_FIRST
 @pytest.mark.slow
 def test_the_registry_does_what_a_dictionary_does(database_url, tmp_path):
     bounds = settings(max_examples=12, stateful_step_count=20)

@@ -25,6 +25,7 @@ from triplane.edge.supervisor.children import is_alive, read_record
 from triplane.proto.errors import Corrupt
 from triplane.proto.identity import certificate_pem, certificate_request, key_pem, new_key
 from triplane.unified_ir.cli.shell import EXIT_CODES
+from triplane.unified_ir.runtime import available_providers
 
 pytestmark = pytest.mark.slow
 COMMAND = (sys.executable, "-c", "from triplane.unified_ir.cli import main; main()")
@@ -166,6 +167,18 @@ def test_a_port_that_is_taken_is_named_and_nothing_is_called_ready(node):
                 assert "answers calls" not in told
     assert f"127.0.0.1:{port}" in told
     assert process.stdout.closed
+
+
+@pytest.mark.skipif(
+    "CUDAExecutionProvider" in available_providers(), reason="onnxruntime here has CUDA"
+)
+def test_the_device_of_the_node_reaches_serving_and_its_refusal_is_shown(node):
+    node.save_settings(NodeSettings(port=0, metrics_port=0, device="cuda"))
+    with up(node) as process:
+        while "ended" not in (told := line_of(process.stderr)):
+            assert "answers calls" not in told
+    assert "device 'cuda' needs CUDAExecutionProvider" in told
+    assert "pip uninstall onnxruntime && pip install onnxruntime-gpu" in told
 
 
 def test_a_second_signal_cuts_the_drain_short(node):

@@ -3,18 +3,23 @@
 import io
 import re
 import sys
+import tempfile
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+from tests.support.xla_training import digits
 
-from triplane.proto.errors import InvalidInput
-from triplane.unified_ir import data, nn, ops, optim, train
+from triplane.proto.errors import Corrupt, InvalidInput
+from triplane.unified_ir import nn, ops, optim, train
+from triplane.unified_ir.engines.xla import bucketed
 from triplane.unified_ir.engines.xla.door import exact
 from triplane.unified_ir.engines.xla.engine import XlaEngine
 from triplane.unified_ir.ir.types import TensorSpec
 from triplane.unified_ir.passes.sharding.batch_split import split_batch
 from triplane.unified_ir.passes.sharding.buckets import capped_buckets, planned_buckets
+from triplane.unified_ir.passes.sharding.ready_times import MeasuredTimes
 from triplane.unified_ir.passes.sharding.topology import LinkCost
 
 
@@ -46,18 +51,13 @@ class Words(nn.Cell):
         return self.head(ops.relu(self.table(x)))
 
 
-def digits(n):
-    held = np.load(data.__path__[0] + "/digits.npz")
-    return held["x"][:n].astype(np.float32)[:, None] / 16, held["y"][:n].astype(np.int64)
-
-
 def words(n):
     drawn = np.random.default_rng(0)
     x = drawn.integers(0, 20, (n, 6))
     return x, np.where(drawn.random(x.shape) < 0.4, -100, (x + 1) % 20)
 
 
-def trained(engine, cell, samples, loss, **options):
+def trained(engine, cell, samples, loss, epochs=2, checkpoint=None, **options):
     nn.seed(0)
     record, said = train.Record(), io.StringIO()
     trainer = train.Trainer(
@@ -65,7 +65,10 @@ def trained(engine, cell, samples, loss, **options):
         callbacks=[record], **options,
     )  # fmt: skip
     progress = train.Progress("lines", stream=said)
-    trainer.fit(samples, 2, batch_size=48, validation=samples, progress=progress)
+    trainer.fit(
+        samples, epochs, batch_size=48, validation=samples, progress=progress,
+        checkpoint=checkpoint,
+    )  # fmt: skip
     return np.array([row["loss"] for row in record.steps]), trainer.state(), said.getvalue()
 
 
@@ -105,7 +108,7 @@ def all_reduces(engine, function, trainer, batch):
 
 def check_hlo():
     """XLA compiles one all-reduce for each bucket, of its size, and no other of floats."""
-    batch, cap = digits(48), 4096
+    batch, cap = digits(0, 48), 4096
     loss, optimizer = nn.SoftmaxCrossEntropy(), optim.SGD(0.05)
     trainer = train.Trainer(Net(nn.LayerNorm(6)), loss=loss, optimizer=optimizer)
     trainer.prepare(TensorSpec(("N", 1, 8, 8)), TensorSpec(("N",), "int64"))
@@ -121,9 +124,91 @@ def check_hlo():
     assert all_reduces(engine, function, trainer, batch) == [sum(expected)]
 
 
+def check_parts():
+    """What is timed computes the gradients up to a number, as parts that add up to the step's."""
+
+    def compute(predicted, run_up_to, _):
+        for k in range(len(predicted)):
+            assert len(run_up_to(k)()) == k + 1
+        for x in run_up_to(len(predicted) - 1)():
+            parts = [np.asarray(shard.data) for shard in x.addressable_shards]
+            assert len(parts) == 8
+            sums.append(np.sum(parts, 0))
+        return MeasuredTimes((0,), (1.0,), 1)
+
+    sums: list[np.ndarray[Any, Any]] = []
+    trainer = train.Trainer(
+        Net(nn.LayerNorm(6)), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(1.0),
+        engine=XlaEngine(mesh={"data": 8}, buckets="auto"),
+    )  # fmt: skip
+    before = {k: p.array.copy() for k, p in trainer.cell.parameters().items() if p.trainable}
+    x, y = digits(0, 48)
+    with mock.patch.object(bucketed, "measured_times", compute):
+        history = trainer.fit((x, y), 1, batch_size=48, progress="none")
+    losses = [s / 8 for s in sums if s.size == 1]
+    assert any(np.allclose(s, history.last["loss"], rtol=1e-5) for s in losses)
+    for name, array in before.items():
+        gradient = np.sort(array - trainer.state()[name], None)  # a sum may be transposed
+        alike = [np.sort(s, None) for s in sums if s.size == array.size]
+        assert any(np.allclose(s, gradient, rtol=1e-4, atol=1e-5) for s in alike), name
+
+
+def never(*_):
+    raise AssertionError("measured although the buckets are known")
+
+
+def check_choice():
+    """Measured buckets give the bits of the same ones if given, and a resumed run has them."""
+    what = lambda: Net(nn.BatchNorm2d(8)), digits(0, 144), nn.SoftmaxCrossEntropy()
+    engine: Any = lambda: XlaEngine(mesh={"data": 8}, buckets="auto")
+    measuring, given = engine(), engine()
+    _, state, said = trained(measuring, *what)
+    assert said.count("ready times: measured, the median of") == 1, said
+    assert "gradient buckets: planned, " in said
+    assert "by measured ready times and at assumed rates" in said
+    kept = measuring.state_dict()
+    ((key, ends),) = kept.items()
+
+    with mock.patch.object(bucketed, "measured_times", never):
+        given.load_state_dict(kept)
+        _, same, said = trained(given, *what)
+        assert "gradient buckets: as in the checkpoint, " in said
+        assert all(np.array_equal(x, same[n]) for n, x in state.items())
+
+        # No measurement would choose these.
+        odd = {key: np.array([1, 2, 3, ends[-1]])}
+        whole, begun, resumed = engine(), engine(), engine()
+        for one in (whole, begun):
+            one.load_state_dict(odd)
+        _, state, _ = trained(whole, *what)
+        with tempfile.TemporaryDirectory() as folder:
+            trained(begun, *what, epochs=1, checkpoint=folder)
+            _, same, _ = trained(resumed, *what, checkpoint=folder)
+        assert resumed.devices.plans[-1].ends == (1, 2, 3, ends[-1])
+        assert all(np.array_equal(x, same[n]) for n, x in state.items())
+
+
+def check_loaded():
+    """Programs that were compiled for other buckets do not run after a checkpoint was loaded."""
+    engine: Any = XlaEngine(mesh={"data": 8}, buckets="auto")
+    batch = digits(0, 48)
+    trainer = train.Trainer(
+        Net(nn.LayerNorm(6)), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.05),
+        engine=engine,
+    )  # fmt: skip
+    trainer.fit(batch, 1, batch_size=48, progress="none")
+    ((key, ends),) = engine.state_dict().items()
+    engine.load_state_dict({key: np.arange(1, ends[-1] + 1)})
+    trainer.fit(batch, 1, batch_size=48, progress="none")
+    assert [plan.ends[0] for plan in engine.devices.plans][1:] == [1]
+    engine.load_state_dict({key: np.array([ends[-1] + 1])})
+    with pytest.raises(Corrupt, match="buckets end at gradient"):
+        trainer.fit(batch, 1, batch_size=48, progress="none")
+
+
 def main():
     # Batches of 48, and a last one of 4, which neither 8 nor 6 devices divide.
-    what = lambda: Net(nn.BatchNorm2d(8)), digits(148), nn.SoftmaxCrossEntropy()
+    what = lambda: Net(nn.BatchNorm2d(8)), digits(0, 148), nn.SoftmaxCrossEntropy()
     one = trained("xla", *what)
     said = compare(XlaEngine(mesh={"data": 8}, buckets=4096), one, *what)
     assert "engine xla on 8 of 8 x CPU, for the mesh data=8, gradients in buckets" in said, said
@@ -133,6 +218,9 @@ def main():
     one = trained("xla", *texts)
     compare(XlaEngine(mesh={"data": 8}, buckets="one"), one, *texts)
     check_hlo()
+    check_parts()
+    check_choice()
+    check_loaded()
     sys.stdout.write("all held\n")
 
 

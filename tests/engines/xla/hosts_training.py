@@ -11,9 +11,11 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
+from tests.support.xla_training import Net, digits
 
 from triplane.proto.errors import Conflict, InvalidInput
-from triplane.unified_ir import data, nn, ops, optim, train
+from triplane.unified_ir import nn, optim, train
+from triplane.unified_ir.engines.xla import ready_times
 from triplane.unified_ir.engines.xla.engine import XlaEngine
 from triplane.unified_ir.engines.xla.hosts import Hosts
 from triplane.unified_ir.engines.xla.processes import join
@@ -23,31 +25,13 @@ LAYOUTS: Any = {
     "whole": ({}, 1, 197, 18),
     "split": ({"shard": {"*.weight": ("data", None), "optimizer.*": ("data",)}}, 4, 160, 20),
     "bucketed": ({"buckets": 2048}, 3, 160, 20),
+    "measured": ({"buckets": "auto"}, 3, 160, 20),
     "planned": ({"parallel": "auto"}, 1, 160, 20),
 }
 """By name: options of the engine, steps per launch, samples, batch size.
 
 The last batch of "whole" has 17 rows, which two devices cannot share.
 """
-
-
-class Net(nn.Cell):
-    """Statistics of the whole batch, a random mask, and weights that split."""
-
-    def __init__(self):
-        super().__init__()
-        self.hidden = nn.Dense(64, 16)
-        self.norm = nn.BatchNorm1d(16)
-        self.drop = nn.Dropout(0.25)
-        self.head = nn.Dense(16, 10)
-
-    def construct(self, x):
-        return self.head(self.drop(ops.relu(self.norm(self.hidden(ops.flatten(x))))))
-
-
-def digits(n):
-    held = np.load(data.__path__[0] + "/digits.npz")
-    return held["x"][:n].astype(np.float32)[:, None] / 16, held["y"][:n].astype(np.int64)
 
 
 def trainer(engine, rate=0.05, **options):
@@ -62,9 +46,9 @@ def trained(engine, place, steps_per_launch, samples, batch_size):
     folder = place.parent
     options: Any = {"callbacks": [record, history], "steps_per_launch": steps_per_launch}
     run = trainer(engine, **options)
-    held_out = digits(40)
+    held_out = digits(0, 40)
     run.fit(
-        digits(samples), 3, batch_size=batch_size, validation=held_out, checkpoint=folder / "run"
+        digits(0, samples), 3, batch_size=batch_size, validation=held_out, checkpoint=folder / "run"
     )
     return {"loss": np.array([row["loss"] for row in record.steps]), **run.state()}
 
@@ -74,15 +58,18 @@ def refused(hosts, folder):
     process = hosts.process
     engine = XlaEngine(hosts=hosts)
     with pytest.raises(Conflict, match=r"process 2 differs from process 1 in its optimizer: .*0.2"):
-        trainer(engine, rate=0.1 * process).fit(digits(40), 1, progress="none")
+        trainer(engine, rate=0.1 * process).fit(digits(0, 40), 1, progress="none")
     with pytest.raises(Conflict, match="process 2 differs from process 1 in its data"):
-        trainer(engine).fit(digits(40 * process), 1, progress="none")
+        trainer(engine).fit(digits(0, 40 * process), 1, progress="none")
     stop = train.EarlyStop("loss", patience=process)
     with pytest.raises(Conflict, match=r"in its early stop: patience 2 .* there, patience 1 "):
-        trainer(engine, callbacks=[stop]).fit(digits(40), 1, progress="none")
+        trainer(engine, callbacks=[stop]).fit(digits(0, 40), 1, progress="none")
     mine: Any = {"batch_size": 20, "checkpoint": folder / "split" / ("run", "none")[process - 1]}
     with pytest.raises(Conflict, match=r"in its checkpoint: none, .* there, step 24, epoch 3"):
-        trainer(engine).fit(digits(160), 1, progress="none", **mine)
+        trainer(engine).fit(digits(0, 160), 1, progress="none", **mine)
+    assert join(hosts).devices_per_host == 2  # both processes are on one machine
+    planned: Any = XlaEngine(hosts=hosts, parallel="auto")
+    assert "devices_per_host=2" in planned.devices.layout
     with pytest.raises(InvalidInput, match="uses all their devices, 2, got 1"):
         XlaEngine(hosts=hosts, mesh={"data": 1})
     with pytest.raises(Conflict, match="already process"):
@@ -97,6 +84,20 @@ def refused(hosts, folder):
         join(hosts).checked(jax.jit(scatter))(np.float32(0), np.zeros(8, np.float32))
 
 
+def lie(*, is_first):
+    """Let clocks differ: by that of the first process there are several buckets, else there is one.
+
+    By the other clock, the parts of the step run more often, too.
+    """
+    order: dict[Any, float] = {}
+
+    def seconds(run):
+        run()
+        return order.setdefault(run, len(order) + 1.0) if is_first else 0.0
+
+    ready_times._seconds = seconds
+
+
 def main():
     layouts, folder, which, *coordinator = sys.argv[1:]
     own: Any = {"mesh": {"data": 2}}
@@ -108,11 +109,15 @@ def main():
         own = {"hosts": hosts}
     for name in layouts.split(","):
         options, *sizes = LAYOUTS[name]
+        lie(is_first=not coordinator or process == 1)
         place = Path(folder, name, which.replace("/", "of"))
         place.mkdir(parents=True)
         chosen = {k: v for k, v in own.items() if k != "mesh" or "parallel" not in options}
-        state = trained(XlaEngine(**chosen, **options), place, *sizes)
-        np.savez(place / "end.npz", **state)
+        engine: Any = XlaEngine(**chosen, **options)
+        state = trained(engine, place, *sizes)
+        if name == "measured":
+            assert len(engine.devices.plans[0].buckets) > 1
+        np.savez(place / "end.npz", **state, **engine.state_dict())
     if coordinator and "split" in layouts:
         refused(hosts, Path(folder))
     sys.stdout.write("all held\n")

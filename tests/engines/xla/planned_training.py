@@ -5,8 +5,9 @@ import sys
 from typing import Any
 
 import numpy as np
+from tests.support.xla_training import digits
 
-from triplane.unified_ir import data, nn, ops, optim, train
+from triplane.unified_ir import nn, ops, optim, train
 from triplane.unified_ir.engines.xla.engine import XlaEngine
 from triplane.unified_ir.passes.sharding import Topology
 
@@ -30,11 +31,6 @@ class Net(nn.Cell):
         return self.head(ops.relu(self.wide(x)))
 
 
-def digits(n):
-    held = np.load(data.__path__[0] + "/digits.npz")
-    return held["x"][:n].astype(np.float32)[:, None] / 16, held["y"][:n].astype(np.int64)
-
-
 def trained(engine, **options):
     nn.seed(0)
     record, said = train.Record(), io.StringIO()
@@ -44,7 +40,7 @@ def trained(engine, **options):
     )
     progress = train.Progress("lines", stream=said)
     # Batches of 48, and a last one of 4; another size in validation.
-    trainer.fit(digits(148), 3, batch_size=48, validation=digits(40), progress=progress)
+    trainer.fit(digits(0, 148), 3, batch_size=48, validation=digits(0, 40), progress=progress)
     return np.array([row["loss"] for row in record.steps]), trainer.state(), said.getvalue()
 
 

@@ -9,16 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from triplane.proto.errors import InvalidInput
+from triplane.proto.errors import Corrupt, InvalidInput
+from triplane.unified_ir.engines.xla import ready_times
+from triplane.unified_ir.engines.xla.bucket_choice import BucketChoices
 from triplane.unified_ir.engines.xla.engine import XlaEngine
 from triplane.unified_ir.engines.xla.measure import link_cost
 from triplane.unified_ir.passes.sharding import read_topology
 
+ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = Path(__file__).parent / "bucketed_training.py"
 
 
 def run(*argv):
-    env = {**os.environ, "JAX_NUM_CPU_DEVICES": "8"}
+    env = {**os.environ, "JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": str(ROOT)}
     return subprocess.run([sys.executable, *argv], env=env, capture_output=True, text=True,
                           check=False)  # fmt: skip
 
@@ -79,3 +82,75 @@ def test_times_that_fall_with_the_bytes_are_refused():
 def test_options_that_contradict_are_refused(options, why):
     with pytest.raises(InvalidInput, match=why):
         XlaEngine(**{"buckets": "auto", **options})
+
+
+def measured(monkeypatch, seconds, agreed=lambda _, value: value):
+    """Measure 101 gradients by a clock on which run k of a program takes seconds(number, k)."""
+    now, ran = [0.0], []
+
+    def run_up_to(number):
+        def run():
+            ran.append(number)
+            now[0] += seconds(number, ran.count(number) - 1)
+
+        return run
+
+    def timed(run):
+        start = now[0]
+        run()
+        return now[0] - start
+
+    monkeypatch.setattr(ready_times, "_seconds", timed)
+    times = ready_times.measured_times([float(k) for k in range(101)], run_up_to, agreed)
+    return times, ran
+
+
+def test_the_median_of_runs_in_turns_counts_without_the_first_that_compiles(monkeypatch):
+    noise = (50, 1, 3, 2, 9, 2)
+    times, ran = measured(monkeypatch, lambda number, k: noise[k] * 1e-4 * (number + 1))
+    assert times.numbers == (0, 25, 50, 75, 100)
+    assert times.runs == 5
+    assert times.seconds == pytest.approx([2e-4 * (n + 1) for n in times.numbers])
+    assert ran == [*times.numbers] * 6
+
+
+def test_long_steps_run_less_often(monkeypatch):
+    assert measured(monkeypatch, lambda *_: 2.0)[0].runs == 3
+    assert measured(monkeypatch, lambda *_: 100.0)[0].runs == 1
+
+
+def test_the_first_process_says_how_often_and_how_long(monkeypatch):
+    first = {"runs": 2, "times": [1.0, 2.0, 3.0, 4.0, 5.0]}
+    times, ran = measured(monkeypatch, lambda *_: 0.0, lambda what, _: first[what])
+    assert (times.runs, times.seconds) == (2, (1.0, 2.0, 3.0, 4.0, 5.0))
+    assert len(ran) == 5 * (1 + 2)
+
+
+KEY = "0123456789abcdef"
+
+
+def test_choices_of_buckets_are_kept():
+    choices, ends = BucketChoices(), np.array([2, 5])
+    assert str(choices) == "none"
+    assert choices.load({KEY: ends})
+    assert not choices.load({KEY: ends})
+    assert choices.load({KEY: np.array([5])})
+    assert not choices.load({})
+    assert [(k, v.tolist()) for k, v in choices.state().items()] == [(KEY, [5])]
+
+
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [
+        ({"x" * 16: np.array([2])}, "choice of buckets 'xxxx"),
+        ({KEY: np.array([2.0])}, r"is float64\(1,\)"),
+        ({KEY: np.array([[2]])}, r"is int64\(1, 1\)"),
+        ({KEY: np.array([], np.int64)}, r"is int64\(0,\)"),
+        ({KEY: np.array([2, 2])}, r"do not follow each other: \[2, 2\]"),
+        ({KEY: np.array([0, 2])}, r"do not follow each other: \[0, 2\]"),
+        ({f"{k:016x}": np.array([1]) for k in range(1025)}, "has 1025 choices"),
+    ],
+)
+def test_a_damaged_choice_is_refused(state, why):
+    with pytest.raises(Corrupt, match=why):
+        BucketChoices().load(state)

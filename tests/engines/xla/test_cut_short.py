@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from tests.support.xla_training import At, drawn_samples
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import nn, optim, train
@@ -14,20 +15,7 @@ from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.table import TABLE
 
 QUIET: Any = {"progress": "none"}
-RNG = np.random.default_rng(0)
-X, Y = RNG.normal(size=(16, 3)).astype(np.float32), RNG.integers(0, 2, 16)
-BATCHES = [(X[i : i + 2], Y[i : i + 2]) for i in range(0, 16, 2)]
-
-
-class At(train.Callback):
-    """Calls `do` after one step."""
-
-    def __init__(self, step, do):
-        self.step, self.do = step, do
-
-    def on_step(self, run):
-        if run.step == self.step:
-            self.do(run)
+X, Y, BATCHES = drawn_samples(16)
 
 
 def trainer(*callbacks, steps_per_launch=4, lr=0.1, **options):

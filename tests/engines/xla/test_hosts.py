@@ -8,17 +8,23 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from triplane.proto.errors import InvalidInput, Unavailable
 from triplane.unified_ir import data
+from triplane.unified_ir.cli import watching
+from triplane.unified_ir.cli.shell import EXIT_CODES
 from triplane.unified_ir.cli.watching import failure, lost_processes
 from triplane.unified_ir.engines.xla.hosts import Hosts, ProcessLost, first_node, hosts_of
+from triplane.unified_ir.engines.xla.processes import neighbours
 from triplane.unified_ir.train.snapshot import read
 
 SCRIPTS = Path(__file__).parent
+ROOT = Path(__file__).resolve().parents[3]
 LIMIT_S = 240
 """Of a wait that ends as soon as its event is there."""
 SLURM = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "77", "TRIPLANE_X": ""}
@@ -57,7 +63,8 @@ def ended(process):
 
 
 def script(name, *arguments, **env):
-    return started(sys.executable, SCRIPTS / f"{name}.py", *arguments, **env)
+    own = {"PYTHONPATH": str(ROOT), **env}
+    return started(sys.executable, SCRIPTS / f"{name}.py", *arguments, **own)
 
 
 def all_held(*processes):
@@ -68,7 +75,7 @@ def all_held(*processes):
 @pytest.mark.parametrize(
     "layouts",
     [
-        pytest.param(["whole", "split", "bucketed"], marks=pytest.mark.long),
+        pytest.param(["whole", "split", "bucketed", "measured"], marks=pytest.mark.long),
         pytest.param(["planned"], marks=pytest.mark.deep),
     ],
 )
@@ -251,7 +258,14 @@ def test_what_names_no_process_is_refused(options, env, why):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"coordinator": None}, {"process": "1"}, {"count": 2.0}, {"heartbeat_s": True}]
+    "wrong",
+    [
+        {"coordinator": None},
+        {"process": "1"},
+        {"count": 2.0},
+        {"heartbeat_s": True},
+        {"meet_within_s": 1.5},
+    ],
 )
 def test_hosts_of_other_types_are_refused(wrong):
     with pytest.raises(InvalidInput, match="whole numbers, got"):
@@ -293,6 +307,37 @@ def test_processes_that_never_met_lose_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("process", "is_there", "said"),
+    [
+        (1, False, "for the others; start each of 2/3 to 3/3"),
+        (2, False, "process 1 does not answer at 127.0.0.1:"),
+        (2, True, "process 1 answers, so another one is not there"),
+    ],
+)
+def test_who_waits_says_for_what(monkeypatch, process, is_there, said):
+    monkeypatch.setattr(watching, "WAITING_S", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        at = f"127.0.0.1:{first.getsockname()[1]}"
+        if not is_there:
+            first.close()
+        hosts = Hosts(coordinator=at, process=process, count=3, meet_within_s=77)
+        lines: SimpleQueue[str] = SimpleQueue()
+        with watching.waiting(hosts, lines.put):
+            line = lines.get(timeout=LIMIT_S)
+    assert line.startswith(f"process {process} of 3 has waited 0 of 77 s (--meet-within) for")
+    assert said in line
+
+
+@pytest.mark.long
+def test_a_process_that_stays_alone_ends_when_its_wait_does(tmp_path):
+    files(tmp_path)
+    options = ("--coordinator", address(), "--process", "2/2", "--meet-within", 1)
+    code, _, said = ended(started(*command("run", *options), cwd=tmp_path))
+    assert code == EXIT_CODES[Unavailable]
+    assert "the processes did not all meet within 1 s; is each of 1/2 to 2/2 started" in said
+
+
+@pytest.mark.parametrize(
     ("source", "lost", "way"),
     [
         ("--coordinator and --process", "2", "--coordinator n1:9300 --process I/3 -x"),
@@ -306,6 +351,8 @@ def test_processes_that_never_met_lose_nothing(tmp_path):
 )
 def test_the_message_says_how_to_go_on(monkeypatch, source, lost, way):
     words = ["triplane", "train", "a", "b", "--coordinator", "n1:9300", "--process=4/4", "-x"]
+    if way.endswith("b -x"):  # what only several processes take
+        words += ["--heartbeat", "4", "--meet-within=20"]
     monkeypatch.setattr(sys, "argv", words)
     hosts = Hosts(coordinator="n1:9300", process=4, count=4, source=source)
     said = f"(stopped sending heartbeats):\n{lost}\nThe tasks"
@@ -356,3 +403,18 @@ def test_a_port_that_is_taken_is_refused(tmp_path):
 )
 def test_the_words_of_jax_name_the_lost_processes(said, numbers):
     assert lost_processes(said) == numbers
+
+
+@pytest.mark.parametrize(
+    ("machines", "devices", "count"),
+    [
+        ("aabb", 1, 2),  # two processes on each of two machines
+        ("ab", 4, 4),
+        ("abab", 2, 2),  # dealt out in turn: only those of a process are neighbours
+        ("aaabb", 2, 2),  # 6 and 4
+        ("a", 8, 8),
+    ],
+)
+def test_devices_of_a_host_are_counted_over_the_processes_on_it(machines, devices, count):
+    each = [SimpleNamespace(process_index=p) for p in range(len(machines)) for _ in range(devices)]
+    assert neighbours(each, dict(enumerate(machines))) == count

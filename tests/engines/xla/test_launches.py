@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from tests.support.xla_training import At, drawn_samples
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import nn, optim, train
@@ -30,20 +31,7 @@ from triplane.unified_ir.train.snapshot import read
 
 QUIET: Any = {"progress": "none"}
 VICTIM = Path(__file__).with_name("killed_training.py")
-RNG = np.random.default_rng(0)
-X, Y = RNG.normal(size=(64, 3)).astype(np.float32), RNG.integers(0, 2, 64)
-BATCHES = [(X[i : i + 2], Y[i : i + 2]) for i in range(0, 64, 2)]
-
-
-class At(train.Callback):
-    """Calls `do` after one step."""
-
-    def __init__(self, step, do):
-        self.step, self.do = step, do
-
-    def on_step(self, run):
-        if run.step == self.step:
-            self.do(run)
+X, Y, BATCHES = drawn_samples(64)
 
 
 def trainer(*callbacks, steps_per_launch=4, **options):

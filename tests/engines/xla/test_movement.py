@@ -107,6 +107,7 @@ def test_element_types():
             "uint16",
             "uint32",
             "int64",
+            "uint64",
             "bool",
             "float8e4m3fn",
             "bfloat16",
@@ -121,7 +122,7 @@ def test_element_types():
 
 @pytest.mark.long
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="numpy's casts are the processor's")
-@pytest.mark.parametrize("to", ["int32", "int64", "int8", "uint16"])
+@pytest.mark.parametrize("to", ["int32", "int64", "int8", "uint16", "uint64"])
 def test_floats_that_no_integer_holds_are_cast_as_by_numpy(to):
     """XLA's own conversion takes the nearest integer, and 0 for NaN."""
     with np.errstate(over="ignore"):

@@ -9,28 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from tests.support.xla_training import Net, digits
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir import data, nn, ops, optim, train
+from triplane.unified_ir import nn, optim, train
 from triplane.unified_ir.cli.train import command
 from triplane.unified_ir.engines.xla import door
+from triplane.unified_ir.engines.xla.devices import Devices
 from triplane.unified_ir.engines.xla.engine import XlaEngine
 
 QUIET: Any = {"progress": "none"}
-
-
-class Net(nn.Cell):
-    """Everything that a launch must carry: weights, running statistics and a random key."""
-
-    def __init__(self):
-        super().__init__()
-        self.hidden = nn.Dense(64, 16)
-        self.norm = nn.BatchNorm1d(16)
-        self.drop = nn.Dropout(0.25)
-        self.head = nn.Dense(16, 10)
-
-    def construct(self, x):
-        return self.head(self.drop(ops.relu(self.norm(self.hidden(ops.flatten(x))))))
 
 
 class Words(nn.Cell):
@@ -41,13 +29,6 @@ class Words(nn.Cell):
 
     def construct(self, x):
         return self.head(self.table(x))
-
-
-def digits(first, last):
-    """Digits of the shipped set: (N, 1, 8, 8) in 0..1, and their labels."""
-    held = np.load(data.__path__[0] + "/digits.npz")
-    x = held["x"][first:last].astype(np.float32)[:, None] / 16
-    return x, held["y"][first:last].astype(np.int64)
 
 
 def trained(samples, cell=Net, epochs=2, batch_size=16, fit=None, **options):
@@ -198,6 +179,15 @@ class TestMesh:
         with pytest.raises(InvalidInput, match=why):
             XlaEngine(**options)
 
+    def test_a_pattern_that_splits_nothing_is_said_once(self):
+        devices = Devices({"data": 1}, {"*.weight": (None, None, "data")})
+        lines: list[str] = []
+        devices.say = lines.append
+        for _ in range(2):
+            devices._say_unsplit({"head.weight": (4, 2), "optimizer.m.head.weight": (4, 2)})
+        (line,) = lines
+        assert line.startswith("shard '*.weight' splits none of the 2 tensors of such names, such")
+
     def test_state_that_does_not_exist_is_refused(self):
         engine = XlaEngine(mesh={"data": 1}, shard={"hiden.weight": ("data",)})
         with pytest.raises(
@@ -303,12 +293,15 @@ def test_the_commands_options(tmp_path):
         "--mesh data=2": "--mesh, --shard, --parallel, --buckets and --stages are for --engine xla",
         "--engine xla --mesh data": r"--mesh is AXIS=N,\.\., got 'data'",
         "--engine xla --mesh data=1,data=1": r"--mesh is AXIS=N,\.\., got 'data' twice",
+        "--engine xla --mesh data=nan": "--mesh data is a number of devices, as data=4, got 'nan'",
+        "--engine xla --mesh data=2.5": "--mesh data is a number of devices, as data=4, got '2.5'",
+        "--engine xla --mesh model=2": "nothing is split over the axis 'model' of the mesh",
         "--engine xla --mesh data=1 --shard x": r"--shard is PATTERN=AXIS,\.\., got 'x'",
         "--engine xla --mesh data=1 --shard x=data --shard x=-": "got 'x' twice",
         "--engine xla --devices 2": "--devices belongs to --parallel auto",
         "--deterministic": "--deterministic belongs to --engine xla",
-        "--engine xla --steps-per-launch 0": r"a number >= 1, or auto; got '0'",
-        "--engine xla --steps-per-launch many": r"a number >= 1, or auto; got 'many'",
+        "--engine xla --steps-per-launch 0": r"a number from 1 to 999999999, .* got '0'",
+        "--engine xla --steps-per-launch many": r"a number from 1 to 999999999, .* got 'many'",
     }
     for words, why in wrong.items():
         refused = CliRunner().invoke(command, [*common, *words.split()])

@@ -108,3 +108,9 @@ def test_sums_of_integers_are_exact():
     a = np.full((2, 4000), 255, np.uint8)
     b, a_zero = np.full((4000, 3), -127, np.int8), np.array(1, np.uint8)
     agrees(node("MatMulInteger", a, b, a_zero), [a, b, a_zero], rtol=0, atol=0)
+
+
+def test_boxes_that_choose_their_number_of_samples_are_refused_with_the_way_out():
+    args = [normal(1, 2, 8, 8), np.array([[0, 0, 4, 6]], np.float32), np.array([0])]
+    with pytest.raises(InvalidInput, match=r"RoiAlign .*; pass a sampling_ratio, such as 2, in"):
+        engine("xla").compile(node("RoiAlign", *args))

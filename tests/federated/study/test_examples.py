@@ -50,7 +50,7 @@ def test_both_algorithms_spend_the_same(example):
     assert len(a.rates) == 6
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_maml_with_adaptation_beats_fedavg_with_adaptation(example, capsys):
     example.main()
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]

@@ -57,9 +57,19 @@ class Mixed(nn.Cell):
         return ops.tanh(x @ ops.cast(self.first, "float32")) @ ops.cast(self.second, "float32")
 
 
-@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
-@pytest.mark.parametrize("types", [("float64", "float64"), ("float16", "float16"),
-                                   ("float64", "float32"), ("float32", "float16")])  # fmt: skip
+FLOAT_TYPES = (
+    ("float64", "float64"), ("float16", "float16"), ("float64", "float32"), ("float32", "float16"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "types"),
+    [
+        pytest.param(name, types, marks=[] if k == i % len(FLOAT_TYPES) else pytest.mark.long)
+        for i, name in enumerate(sorted(ALGORITHMS))
+        for k, types in enumerate(FLOAT_TYPES)
+    ],
+)
 def test_weights_of_other_float_types_are_learned_as_those_of_float32(algorithm, types):
     made = study(algorithm, hyper=HYPER.but(floor=0.1))  # else Adam enlarges rounding errors
     plain, other = (
@@ -233,7 +243,7 @@ def told(process, rounds):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fedadam", "personal"])
+@pytest.mark.parametrize("kind", ["fedadam", pytest.param("personal", marks=pytest.mark.long)])
 def test_a_killed_study_goes_on_to_the_same_bits(tmp_path, kind):
     from .victim import KINDS
 

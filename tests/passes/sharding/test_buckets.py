@@ -15,6 +15,7 @@ from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.passes.sharding import LinkCost
 from triplane.unified_ir.passes.sharding.batch_split import split_batch
 from triplane.unified_ir.passes.sharding.buckets import (
+    AUTO,
     AllReduceCost,
     ReadyTensor,
     all_reduce_cost,
@@ -22,9 +23,11 @@ from triplane.unified_ir.passes.sharding.buckets import (
     capped_buckets,
     check_buckets,
     planned_buckets,
+    record,
     table,
     timeline,
 )
+from triplane.unified_ir.passes.sharding.ready_times import MeasuredTimes, to_measure
 
 
 def every_split(n):
@@ -134,6 +137,29 @@ def test_sums_that_the_backward_pass_awaits_are_apart():
     assert [p.size_bytes for p in counts.partial if p.is_awaited] == [4]  # the labels that count
 
 
+def test_measured_times_decide_about_the_buckets():
+    split, link = split_batch(step_of(Net()), 6, sizes={"N": 48}), LinkCost(1e-3, 1e6)
+    predicted = planned_buckets(split, link)
+    # A slow link after a fast backward pass: one all-reduce.
+    assert len(predicted.chosen(AUTO).buckets) == 1
+    numbers = to_measure(predicted.predicted_s)
+    assert numbers[-1] == len(predicted.tensors) - 1
+    times = tuple(0.1 * (k + 1) for k in range(len(numbers)))
+    measured = planned_buckets(split, link, MeasuredTimes(numbers, times, runs=5))
+    assert [measured.tensors[k].ready_s for k in numbers] == pytest.approx(times)
+    best = measured.chosen(AUTO)
+    ends = {
+        b: end_of(b, measured.tensors, measured.cost) for b in every_split(len(measured.tensors))
+    }
+    assert len(best.buckets) > 1
+    assert ends[best.buckets] == pytest.approx(min(ends.values()))
+    assert measured.ending_at("again", best.ends).buckets == best.buckets
+    # The same gradients, whatever their times; others over another number of devices.
+    assert measured.digest == predicted.digest
+    fewer = split_batch(step_of(Net()), 4, sizes={"N": 48})
+    assert planned_buckets(fewer, link).digest != predicted.digest
+
+
 def test_the_table_fits_80_columns():
     split = split_batch(step_of(Net()), 6, sizes={"N": 48})
     buckets = planned_buckets(split, LinkCost(1e-9, 1e9))
@@ -141,6 +167,19 @@ def test_the_table_fits_80_columns():
     assert max(map(len, lines)) <= 80
     for text in ("planned", "25 MiB, the first 1 MiB", "one all-reduce", "exposed"):
         assert any(text in line for line in lines)
+    assert "ready times: predicted" in lines
+    assert record(buckets)["ready_times"] == "predicted"
+
+
+def test_the_table_shows_what_was_measured():
+    split = split_batch(step_of(Net()), 6, sizes={"N": 48})
+    measured = MeasuredTimes((1, 5), (2e-3, 7e-3), runs=3)
+    lines = list(table(planned_buckets(split, LinkCost(1e-9, 1e9), measured)))
+    assert max(map(len, lines)) <= 80
+    text = " ".join(lines)
+    assert "measured, the median of 3 runs of the step that end with each of 2 results" in text
+    assert "the last ready after 7 ms" in text
+    assert any(line.split()[:3] == ["6", "7", "ms"] and "conv" in line for line in lines)
 
 
 def test_many_gradients_on_a_fast_link_are_split():

@@ -146,10 +146,14 @@ def test_an_error_shows_little_of_a_hostile_file(tmp_path, record):
 def test_what_is_still_assumed_is_named(tmp_path):
     file = tmp_path / "t.json"
     link = {"latency_s": 1e-5, "bytes_per_s": 1e9}
-    rates = {"flops_per_s": 1e12, "memory_bytes_per_s": 1e11, "inside": link, "between": link}
+    rates = {"flops_per_s": 1e12, "memory_bytes_per_s": 1e11, "inside": link, "between": link,
+             "devices_per_host": 2}  # fmt: skip
     file.write_text(json.dumps(rates))
     assert read_topology(file).source == f"rates of {file}"
     file.write_text(json.dumps({**rates, "hosts_per_rack": 2}))
     assert read_topology(file).source.endswith("; assumed: racks")
     file.write_text(json.dumps({**rates, "inside": {"latency_s": 1e-5}}))
     assert read_topology(file).source.endswith("; assumed: bytes_per_s of inside")
+    del rates["devices_per_host"]
+    file.write_text(json.dumps(rates))
+    assert read_topology(file).source.endswith("; assumed: 8 devices a host")

@@ -8,18 +8,20 @@ what needs rows of other devices is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.engines.xla.bucket_choice import BucketChoices
 from triplane.unified_ir.engines.xla.devices import DATA, Devices, Placement, Shape, sizes_of
 from triplane.unified_ir.engines.xla.door import jax, jnp, lax
 from triplane.unified_ir.engines.xla.lower import Requirements, Trace
+from triplane.unified_ir.engines.xla.ready_times import measured_times
 from triplane.unified_ir.ir.dims import evaluate
-from triplane.unified_ir.ir.graph import Function, Node, Value
+from triplane.unified_ir.ir.graph import Array, Function, Node, Value
 from triplane.unified_ir.ops.build import note_contents
 from triplane.unified_ir.ops.row import Known
 from triplane.unified_ir.ops.table import row_of
@@ -32,13 +34,17 @@ from triplane.unified_ir.passes.sharding.batch_split import (
     split_batch,
 )
 from triplane.unified_ir.passes.sharding.buckets import (
+    AUTO,
     BucketPlan,
     GradientBuckets,
     check_buckets,
     planned_buckets,
+    table,
 )
 from triplane.unified_ir.passes.sharding.report import bytes_text, time_text
 
+RunUpTo = Callable[[int], Callable[[], Any]]
+"""See `BucketedFunction.decide`."""
 _UNSEEN: Final = np.int32(0x7FC0BEEF)
 """The bits of a NaN that no arithmetic gives."""
 
@@ -46,8 +52,10 @@ _UNSEEN: Final = np.int32(0x7FC0BEEF)
 class BucketedDevices(Devices):
     """A mesh with the axis `data` alone, on which training steps add gradients in buckets.
 
-    buckets: "auto" for the plan that ends the earliest at the rates of a topology, "one", or the
-    bytes of each. InvalidInput: the mesh has other axes, or a step cannot work on parts of a batch.
+    buckets: "auto" for the plan that ends the earliest by ready times that are measured before the
+    first step, and the rates of a topology; "one"; or the bytes of each. One choice holds for
+    batches of all sizes. InvalidInput: the mesh has other axes, or a step cannot work on parts of a
+    batch.
     """
 
     def __init__(
@@ -61,6 +69,7 @@ class BucketedDevices(Devices):
             )
         super().__init__(mesh)
         self._topology = topology or Topology()
+        self._choices = BucketChoices()
         self.plans: list[BucketPlan] = []
         """The buckets so far, the newest last."""
 
@@ -70,7 +79,17 @@ class BucketedDevices(Devices):
     @property
     def layout(self) -> str:
         """See `Devices.layout`."""
-        return f"{super().layout}, buckets {self._how} at {self._topology}"
+        chosen = f", chosen: {self._choices}" if self._how == AUTO else ""
+        return f"{super().layout}, buckets {self._how} at {self._topology}{chosen}"
+
+    def state_dict(self) -> Mapping[str, Array]:
+        """Return what was chosen by measured times."""
+        return self._choices.state() if self._how == AUTO else {}
+
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Take what a checkpoint holds in place of what would be measured; see `BucketChoices`."""
+        if self._choices.load(state):
+            self.revision += 1
 
     def placement(
         self, function: Function, donate: Sequence[str], shapes: Mapping[str, Shape], lead: int
@@ -80,33 +99,71 @@ class BucketedDevices(Devices):
         updates = set(donate) & set(function.result_names)
         if where is None or not updates or not any(DATA in batch.spec for batch in where.batch):
             return where
-        count = self.axes[DATA]
         sizes = sizes_of(function, shapes, lead)
-        split = split_batch(function, count, sizes=sizes, topology=self._topology)
-        buckets = planned_buckets(split, self._topology.link((count,), 0))
-        plan = buckets.chosen(self._how)
+        split = split_batch(function, self.axes[DATA], sizes=sizes, topology=self._topology)
+        return replace(where, buckets=BucketedStep(split, self._chosen, self._mesh))
+
+    def _chosen(self, split: BatchSplit, run_up_to: RunUpTo) -> BucketPlan:
+        """Return the buckets of a step, after saying them."""
+        link = self._topology.link((split.devices,), 0)
+        buckets = planned_buckets(split, link)
+        measures = self._how == AUTO and buckets.parts
+        plan = self._choices.of(buckets) if measures else buckets.chosen(self._how)
+        if plan is None:
+            measured = measured_times(buckets.predicted_s, run_up_to, self._agreed)
+            buckets = planned_buckets(split, link, measured)
+            for line in table(buckets):
+                self.say(line)
+            # Rounding may differ between hosts, and programs must not.
+            ends = self._agreed("buckets", list(buckets.chosen(AUTO).ends))
+            plan = buckets.ending_at("planned", ends)
+            self._choices.keep(buckets, plan)
         self.plans.append(plan)
         self.say(_line(plan, buckets, self._topology.source))
-        return replace(where, buckets=BucketedStep(split, plan, self._mesh))
+        return plan
+
+    def _agreed(self, what: str, value: Any) -> Any:
+        return value if self.processes is None else self.processes.agreed(what, value)
 
 
 def _line(plan: BucketPlan, buckets: GradientBuckets, source: str) -> str:
     total = bytes_text(sum(t.size_bytes for t in buckets.tensors))
+    times = "" if buckets.measured is None else ", by measured ready times and"
     return (
         f"gradient buckets: {plan.what}, {len(plan.buckets)} of {total} in all, predicted to end "
-        f"{time_text(plan.exposed_s)} after the backward pass at {source}"
+        f"{time_text(plan.exposed_s)} after the backward pass{times} at {source}"
     )
 
 
 class BucketedStep:
-    """A function that each device runs on its rows of the batch, with the all-reduces of a plan."""
+    """A function that each device runs on its rows of the batch, with the all-reduces of a plan.
 
-    def __init__(self, split: BatchSplit, plan: BucketPlan, mesh: Any) -> None:
-        self._split, self._mesh = split, mesh
-        parts = split.gradients()
-        self._buckets = [[parts[k] for k in bucket] for bucket in plan.buckets]
+    choose: returns the plan, see `BucketedFunction.decide`.
+    """
+
+    def __init__(
+        self, split: BatchSplit, choose: Callable[[BatchSplit, RunUpTo], BucketPlan], mesh: Any
+    ) -> None:
+        self._split, self._choose, self._mesh = split, choose, mesh
+        self._gradients = split.gradients()
+        self._buckets: list[list[PartialResult]] = []
         self._parts = {p.value: p for p in split.partial}
-        self._waits = _after(split.function, {p.value for p in parts})
+        self._waits = _after(split.function, {p.value for p in self._gradients})
+
+    def decide(self, run_up_to: RunUpTo) -> None:
+        """See `BucketedFunction`."""
+        plan = self._choose(self._split, run_up_to)
+        self._buckets = [[self._gradients[k] for k in bucket] for bucket in plan.buckets]
+
+    def up_to(self, number: int, args: Sequence[Any], *, kernels: bool) -> list[Any]:
+        """See `BucketedFunction`."""
+        parts = self._gradients[: number + 1]
+
+        def on_one(args: Sequence[Any]) -> list[Any]:
+            run = self._run(Requirements(), None, kernels=kernels)
+            return run.up_to(self, args, parts)
+
+        return list(self._mapped(on_one, (self._specs(),))(list(args)))
 
     def __call__(
         self,
@@ -121,28 +178,38 @@ class BucketedStep:
 
         old, failed, kernels: see `Trace`.
         """
-        spec = jax.sharding.PartitionSpec
+        spec = jax.sharding.PartitionSpec()
         state = [x is not None for x in old]
 
         def on_one(args: Sequence[Any], held: Sequence[Any], failed: Any) -> Any:
             fed = iter(held)
             old = [next(fed) if is_state else None for is_state in state]
-            whole = Trace(requirements, dict(self._split.sizes), failed, kernels=kernels)
-            part = _PartTrace(requirements, dict(self._split.local_sizes), kernels=kernels)
-            return _DeviceRun(self._split, whole, part).run(self, args, old)
+            return self._run(requirements, failed, kernels=kernels).run(self, args, old)
 
-        specs = [
-            spec(*[None] * self._split.axes[p], DATA) if p in self._split.axes else spec()
-            for p in self._split.function.params
-        ]
         held = [x for x in old if x is not None]
-        # Each all-reduce makes its results whole, which JAX's own check cannot follow.
-        mapped = jax.shard_map(
-            on_one, mesh=self._mesh, in_specs=(specs, spec(), spec()), out_specs=spec(),
-            check_vma=False,
-        )  # fmt: skip
+        mapped = self._mapped(on_one, (self._specs(), spec, spec))
         results, failed = mapped(list(args), held, failed)
         return list(results), failed
+
+    def _specs(self) -> list[Any]:
+        """Return how the arguments are split."""
+        spec, axes = jax.sharding.PartitionSpec, self._split.axes
+        return [
+            spec(*[None] * axes[p], DATA) if p in axes else spec()
+            for p in self._split.function.params
+        ]
+
+    def _mapped(self, on_one: Callable[..., Any], specs: Any) -> Any:
+        # Each all-reduce makes its results whole, which JAX's own check cannot follow.
+        return jax.shard_map(
+            on_one, mesh=self._mesh, in_specs=specs, out_specs=jax.sharding.PartitionSpec(),
+            check_vma=False,
+        )  # fmt: skip
+
+    def _run(self, requirements: Requirements, failed: Any, *, kernels: bool) -> _DeviceRun:
+        whole = Trace(requirements, dict(self._split.sizes), failed, kernels=kernels)
+        part = _PartTrace(requirements, dict(self._split.local_sizes), kernels=kernels)
+        return _DeviceRun(self._split, whole, part)
 
     def reduced(self, values: Mapping[Value, Any]) -> dict[Value, Any]:
         """Return the gradients, added over the devices bucket by bucket, each after the last."""
@@ -201,12 +268,8 @@ class _DeviceRun:
     ) -> tuple[list[Any], Any]:
         """Return the results and the number of the requirement that failed on any device."""
         function, values = self._split.function, self._values
-        values |= dict(zip(function.params, args, strict=True))
         stays = {r: x for r, x in zip(function.results, old, strict=True) if x is not None}
-        for i, node in enumerate(function.nodes):
-            if not step.waits(node):
-                for value, x in zip(node.outputs, self._run(i, node), strict=True):
-                    values[value] = step.awaited(value, x)
+        self._run_before(step, args, len(function.nodes))
         values |= step.reduced(values)
         if self._part.failed is not None:
             self._whole.merge(lax.pmax(self._part.failed, DATA))
@@ -220,6 +283,22 @@ class _DeviceRun:
             for r, x in zip(function.results, old, strict=True)
         ]
         return results, self._whole.failed
+
+    def up_to(
+        self, step: BucketedStep, args: Sequence[Any], parts: Sequence[PartialResult]
+    ) -> list[Any]:
+        """Return this device's own parts of results, after the nodes up to that of the last."""
+        self._run_before(step, args, parts[-1].node + 1)
+        return [jnp.asarray(self._values[p.value]) for p in parts]
+
+    def _run_before(self, step: BucketedStep, args: Sequence[Any], end: int) -> None:
+        """Run the nodes before a number that wait for no bucket."""
+        function = self._split.function
+        self._values |= dict(zip(function.params, args, strict=True))
+        for i, node in enumerate(function.nodes[:end]):
+            if not step.waits(node):
+                for value, x in zip(node.outputs, self._run(i, node), strict=True):
+                    self._values[value] = step.awaited(value, x)
 
     def _run(self, index: int, node: Node) -> Sequence[Any]:
         work = self._split.work.get(index)

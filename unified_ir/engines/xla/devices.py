@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.proto.suggestions import suggestion
-from triplane.unified_ir.engines.xla.door import jax
+from triplane.unified_ir.engines.xla.door import jax, jax_devices
 from triplane.unified_ir.engines.xla.processes import Processes
 from triplane.unified_ir.ir.dims import is_symbol
 from triplane.unified_ir.ir.graph import Function, Value
@@ -27,19 +27,42 @@ Axes = tuple[str | None, ...]
 """For each axis of an array, the axis of the mesh over which it is split; None: not split."""
 
 
+class BucketedFunction(Protocol):
+    """Runs a function on each device's rows and adds up the gradients in buckets."""
+
+    def decide(self, run_up_to: Callable[[int], Callable[[], Any]]) -> None:
+        """Decide about the buckets, before the first call.
+
+        run_up_to: compiles the function up to the gradient of a number, to a program that runs it
+        on the arguments of this call and returns when that is done.
+        """
+        ...
+
+    def up_to(self, number: int, args: Sequence[Any], *, kernels: bool) -> list[Any]:
+        """Return each device's own part of the gradients up to this one, which is the last."""
+        ...
+
+    def __call__(
+        self, requirements: Any, args: Sequence[Any], old: Sequence[Any], failed: Any,
+        *, kernels: bool,
+    ) -> tuple[list[Any], Any]:  # fmt: skip
+        """Return the results, whole on each device, and which requirement failed on any device."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Where a program's arrays are: shardings of state, of the batch, and of results.
 
     nodes: by index, the shardings that a plan wants of a node's operands and of its outputs.
-    buckets: runs the function on each device's rows and adds up the gradients in buckets.
+    buckets: what runs the function instead, if gradients are added in buckets.
     """
 
     state: Sequence[Any]
     batch: Sequence[Any]
     whole: Any
     nodes: Mapping[int, tuple[Sequence[Any], Sequence[Any]]] = field(default_factory=dict)
-    buckets: Callable[..., Any] | None = None
+    buckets: BucketedFunction | None = None
 
 
 class Devices:
@@ -63,11 +86,15 @@ class Devices:
                     f"shard={{'*.weight': ('model', None)}}, got {value!r}"
                 )
         _check_shard(shard or {})
+        jax_devices()  # so that what is wrong with them is named here
         self.axes = dict(mesh or {})
         self._shard = {pattern: tuple(axes) for pattern, axes in (shard or {}).items()}
         self._mesh: Any = None
         self.processes: Processes | None = None
+        self.revision = 0
+        """Rises when programs that were compiled before no longer fit."""
         self._whole: set[int] = set()
+        self._unsplit = [p for p, axes in self._shard.items() if any(axes)]
         self.say: Callable[[str], None] = lambda _: None
         _check_axes(self.axes, self._shard)
         if mesh:
@@ -76,7 +103,7 @@ class Devices:
 
     def __str__(self) -> str:
         """Say which devices these are, and why."""
-        there = jax.devices()
+        there = jax_devices()
         first = there[0]
         kind = first.platform.upper()
         named = kind if kind == "CPU" else f"{kind} ({first.device_kind})"
@@ -108,7 +135,9 @@ class Devices:
         """
         if self._mesh is None:
             return None
-        state = [self.of_state(n, function.param(n).type.concrete({})) for n in donate]
+        own = {n: function.param(n).type.concrete({}) for n in donate}
+        self._say_unsplit(own)
+        state = [self.of_state(n, x) for n, x in own.items()]
         batch = [self.of_batch(function.param(n), x, lead) for n, x in shapes.items()]
         return Placement(state, batch, self._sharding())
 
@@ -155,6 +184,17 @@ class Devices:
                 f"a batch of {rows} rows does not divide by {DATA}={self.axes[DATA]}: each device "
                 "computes all of it, which is right, but not faster"
             )
+
+    def _say_unsplit(self, state: Mapping[str, Shape]) -> None:
+        """Say once for each pattern of `shard` that it splits no tensor."""
+        for pattern in self._unsplit.copy() if state else ():
+            self._unsplit.remove(pattern)
+            named = [n for n in state if _matches(n, pattern)]
+            if named and not any(self._axes_of(n, state[n]) for n in named):
+                self.say(
+                    f"shard {pattern!r} splits none of the {len(named)} tensors of such names, "
+                    f"such as {named[0]} of shape {state[named[0]]}: each device has all of them"
+                )
 
     def place(self, name: str, x: Any) -> Any:
         """Return a copy of a state tensor where it belongs."""
@@ -210,6 +250,14 @@ def _check_axes(mesh: Mapping[str, int], shard: Mapping[str, Axes]) -> None:
             )
     if shard and not mesh:
         raise InvalidInput("shard splits state over a mesh; give one, such as data=2,model=2")
+    used = {DATA, *(axis for axes in shard.values() for axis in axes)}
+    for name, n in mesh.items():
+        if n > 1 and name not in used:
+            raise InvalidInput(
+                f"nothing is split over the axis {name!r} of the mesh: a batch is split over "
+                f"{DATA!r}, and state as shard says, as in '*.weight={name},-'; leave the axis out "
+                "or name it there"
+            )
     for pattern, axes in shard.items():
         for axis in axes:
             if axis is not None and axis not in mesh:
@@ -241,7 +289,7 @@ def _first(axes: Mapping[str, int]) -> list[Any]:
 
 def first_devices(wanted: int, what: str) -> list[Any]:
     """Return so many devices; InvalidInput if JAX has fewer, in the name of what needs them."""
-    there = jax.devices()
+    there = jax_devices()
     if len(there) < wanted:
         kind = there[0].platform.upper()
         way = (

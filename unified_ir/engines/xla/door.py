@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final
 
-from triplane.proto.errors import InvalidInput, MissingExtra
+from triplane.proto.errors import InvalidInput, MissingExtra, Unavailable
 
 _OWN: Final = "jax" not in sys.modules
 """Whether the process uses JAX through this engine only, as far as is known here."""
@@ -28,6 +28,10 @@ except ImportError as error:  # pragma: no cover - the tests' environment has it
     raise MissingExtra(
         f"JAX is not installed ({error}); it comes with: pip install 'triplane[xla]', for a GPU "
         "with: pip install 'jax[cuda13]'"
+    ) from error
+except ValueError as error:
+    raise InvalidInput(
+        f"JAX does not start with the variables JAX_* of the environment: {error}"
     ) from error
 
 # Many of JAX's functions have no types.
@@ -60,6 +64,21 @@ def tracing() -> Iterator[None]:
     """Trace by NumPy's rules of types and shapes, which a caller may have made strict for JAX."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
+
+
+def jax_devices() -> list[Any]:
+    """Return the devices that JAX finds; Unavailable: none, or not those the environment wants."""
+    try:
+        return list(jax.devices())
+    # Where JAX knows a platform but has no plugin for it, it only asserts.
+    except (RuntimeError, AssertionError) as error:
+        names = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES")
+        asked = " ".join(f"{n}={os.environ[n]}" for n in names if n in os.environ)
+        raise Unavailable(
+            f"JAX finds no device{f' with {asked} in the environment' if asked else ''}: "
+            f"{str(error) or 'a plugin for the platform is not installed'}; unset the variable, or "
+            "for an NVIDIA GPU: pip install 'jax[cuda13]'"
+        ) from error
 
 
 def coordination() -> Any:
@@ -111,6 +130,7 @@ __all__ = [
     "exact",
     "explained",
     "jax",
+    "jax_devices",
     "jnp",
     "lax",
     "stop_is_due",

@@ -12,16 +12,18 @@ from triplane.proto.suggestions import check_choice
 from triplane.unified_ir.engines.pipelined import PipelineStep
 from triplane.unified_ir.engines.xla.bucketed import BucketedDevices
 from triplane.unified_ir.engines.xla.devices import DATA, Devices
-from triplane.unified_ir.engines.xla.door import jax
+from triplane.unified_ir.engines.xla.door import jax_devices
 from triplane.unified_ir.engines.xla.hosts import Hosts
 from triplane.unified_ir.engines.xla.pipeline_program import PipelineProgram, StageDevices
 from triplane.unified_ir.engines.xla.planned import PlannedDevices
 from triplane.unified_ir.engines.xla.processes import join
 from triplane.unified_ir.engines.xla.program import XlaProgram
-from triplane.unified_ir.ir.graph import Function
+from triplane.unified_ir.ir.graph import Array, Function
 from triplane.unified_ir.ops.rows.control.custom_ops import with_kernels
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.passes.sharding import Topology
+from triplane.unified_ir.passes.sharding.problem import with_strategies_outside
+from triplane.unified_ir.passes.sharding.topology import assumed_topology
 
 
 class XlaEngine:
@@ -32,18 +34,20 @@ class XlaEngine:
     slots of the optimizer follow their parameter unless a pattern names them, as in
     {"optimizer.*": ("data",)}. parallel="auto": split each function over `devices` (by default all)
     as the planner decides around the strategies in its code (docs/parallel.md), within memory_bytes
-    on each, at the rates of a topology. buckets: with mesh={"data": N}, add gradients in as many
-    all-reduces as the topology's rates suggest ("auto"), in one ("one"), or in buckets of so many
-    bytes. stages, microbatches: run training steps as a pipeline, a stage of the layers on each
-    device, within memory_bytes too (docs/parallel.md#pipeline-stages); with mesh={"data": N}, as N
-    of them. hosts: this process is one of several, whose devices together form the mesh (by default
-    all of them over `data`); see docs/many_hosts.md. deterministic: a GPU gives the same bits
-    again, also in another process; XLA then uses no kernel whose sums depend on timing, and tries
-    out none, which may take longer. A CPU does so in any case. `str(engine.devices)` says which
-    devices are used, and why.
+    on each, at the rates of a topology. buckets: with mesh={"data": N}, add gradients in the
+    all-reduces that end the earliest by measured ready times and the topology's rates ("auto"), in
+    one ("one"), or in buckets of so many bytes. stages, microbatches: run training steps as a
+    pipeline, a stage of the layers on each device, within memory_bytes too
+    (docs/parallel.md#pipeline-stages); with mesh={"data": N}, as N of them. hosts: this process is
+    one of several, whose devices together form the mesh (by default all of them over `data`); see
+    docs/many_hosts.md. deterministic: a GPU gives the same bits again, also in another process; XLA
+    then uses no kernel whose sums depend on timing, and tries out none, which may take longer. A
+    CPU does so in any case. `str(engine.devices)` says which devices are used, and why.
     """
 
     name = "xla"
+    state_key = "engine.xla"
+    """See `HasState`."""
 
     def __init__(
         self,
@@ -89,8 +93,9 @@ class XlaEngine:
             if mesh or shard:
                 raise InvalidInput("parallel='auto' chooses mesh and shard; give one or the other")
         self.processes = None if hosts is None else join(hosts)
-        if hosts is not None and parallel is None and not mesh:
-            mesh = {DATA: len(jax.devices())}
+        if self.processes is not None:
+            mesh = mesh or ({DATA: len(jax_devices())} if parallel is None else None)
+            topology = topology or assumed_topology(self.processes.devices_per_host)
         if parallel is not None:
             self.devices = PlannedDevices(devices, memory_bytes=memory_bytes, topology=topology)
         elif buckets is not None:
@@ -102,9 +107,20 @@ class XlaEngine:
             axes = self.devices.axes if isinstance(self.devices, Devices) else {}
             _check_all_used(prod(axes.values()) if axes else devices)
 
+    def state_dict(self) -> Mapping[str, Array]:
+        """Return which buckets were chosen by measured times; empty if none were."""
+        return self.devices.state_dict() if isinstance(self.devices, BucketedDevices) else {}
+
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Take the buckets of a checkpoint in place of those that would be chosen by measures."""
+        if isinstance(self.devices, BucketedDevices):
+            self.devices.load_state_dict(state)
+
     def compile(self, function: Function, *, donate: Collection[str] = ()) -> XlaProgram:
         """See `Engine`. With stages, all but training steps run whole on the first device."""
         devices = Devices() if isinstance(self.devices, StageDevices) else self.devices
+        if isinstance(devices, PlannedDevices):
+            function = with_strategies_outside(function)
         return XlaProgram(
             with_kernels(TABLE, function, self.name), donate, devices,
             deterministic=self.deterministic,
@@ -128,7 +144,7 @@ class XlaEngine:
 
 def _check_all_used(devices: int | None) -> None:
     """Refuse a number of devices that leaves some process without one; None: all."""
-    there = len(jax.devices())
+    there = len(jax_devices())
     if devices not in {None, there}:
         raise InvalidInput(
             f"a run of several processes uses all their devices, {there}, got {devices}; each "

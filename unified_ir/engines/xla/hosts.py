@@ -13,10 +13,9 @@ COORDINATOR: Final = "TRIPLANE_COORDINATOR"
 PROCESSES: Final = "TRIPLANE_PROCESSES"
 AUTO: Final = "auto"
 """In place of HOST:PORT: the coordinator of the environment."""
-JOIN_S: Final = 300
-"""Seconds in which all processes must have started."""
+MEET_WITHIN_S: Final = 300
 HEARTBEAT_S: Final = 10
-MAX_HEARTBEAT_S: Final = 3600
+MAX_WAIT_S: Final = 3600
 MAX_PROCESSES: Final = 1 << 16
 MAX_NAME: Final = 4096
 """Characters of a host's name or of the part of a list of nodes that is read."""
@@ -39,21 +38,24 @@ class Hosts:
 
     coordinator: HOST:PORT at which the first process serves the others. process: the number of this
     one, from 1 to `count`. heartbeat_s: a process that gives no sign of life for so long is lost.
-    source: says where these come from.
+    meet_within_s: all processes must have started within so long. source: says where these come
+    from.
     """
 
     coordinator: str
     process: int
     count: int
     heartbeat_s: int = HEARTBEAT_S
+    meet_within_s: int = MEET_WITHIN_S
     source: str = "the caller"
 
     def __post_init__(self) -> None:
-        values = (self.coordinator, self.process, self.count, self.heartbeat_s)
-        if [type(value) for value in values] != [str, int, int, int]:
+        waits = {"heartbeat_s": self.heartbeat_s, "meet_within_s": self.meet_within_s}
+        values = (self.coordinator, self.process, self.count, *waits.values())
+        if [type(value) for value in values] != [str, int, int, int, int]:
             raise InvalidInput(
-                "Hosts takes the coordinator as a text, HOST:PORT, and process, count and "
-                f"heartbeat_s as whole numbers, got {values}"
+                "Hosts takes the coordinator as a text, HOST:PORT, and process, count, "
+                f"heartbeat_s and meet_within_s as whole numbers, got {values}"
             )
         match = _ADDRESS.fullmatch(self.coordinator[: MAX_NAME + 1])
         if match is None or not 1 <= int(match[2]) < 1 << 16:
@@ -66,10 +68,9 @@ class Hosts:
                 f"a process is one of 1/N to N/N, with N <= {MAX_PROCESSES}, got "
                 f"{self.process}/{self.count} from {self.source}"
             )
-        if not 1 <= self.heartbeat_s <= MAX_HEARTBEAT_S:
-            raise InvalidInput(
-                f"heartbeat_s is in 1..{MAX_HEARTBEAT_S} seconds, got {self.heartbeat_s}"
-            )
+        for name, seconds in waits.items():
+            if not 1 <= seconds <= MAX_WAIT_S:
+                raise InvalidInput(f"{name} is in 1..{MAX_WAIT_S} seconds, got {seconds}")
 
     def __str__(self) -> str:
         where = f"coordinator {self.coordinator}"
@@ -87,13 +88,14 @@ def hosts_of(
     process: str | None,
     env: Mapping[str, str],
     *,
-    heartbeat_s: int = HEARTBEAT_S,
+    heartbeat_s: int | None = None,
+    meet_within_s: int | None = None,
 ) -> Hosts | None:
     """Return the process that these options and an environment describe; None for a run alone.
 
     coordinator: HOST:PORT, "auto", or None for `TRIPLANE_COORDINATOR`. process: I/N, or None for
-    what SLURM or an indexed Job of Kubernetes says. InvalidInput: something is missing or
-    malformed.
+    what SLURM or an indexed Job of Kubernetes says. heartbeat_s, meet_within_s: None for the
+    defaults. InvalidInput: something is missing or malformed.
     """
     if coordinator is None and process is None and COORDINATOR not in env:
         return None
@@ -101,7 +103,12 @@ def hosts_of(
     number, count, second = _process(process, env)
     source = first if first == second else f"{first} and {second}"
     return Hosts(
-        coordinator=address, process=number, count=count, heartbeat_s=heartbeat_s, source=source
+        coordinator=address,
+        process=number,
+        count=count,
+        heartbeat_s=HEARTBEAT_S if heartbeat_s is None else heartbeat_s,
+        meet_within_s=MEET_WITHIN_S if meet_within_s is None else meet_within_s,
+        source=source,
     )
 
 

@@ -59,7 +59,9 @@ def _check_nodes(function: Function, owner: Node | None) -> None:
         for value in node.outputs:
             _check_type(value, named)
         if node.attrs.get(OPEN):
-            raise _refused(named, "gives an output whose size only the data decide")
+            raise _refused(
+                named, "gives an output whose size only the data decide", row_of(named).fixed_sizes
+            )
         if rule_of(row) is None and (body := expansion(TABLE, node, contents)) is not None:
             _check_nodes(body, named)
         elif rule_of(row) is None:
@@ -79,11 +81,13 @@ def _check_type(value: Value, node: Node | None) -> None:
         raise _refused(node, f"gives {value.type}, which is no tensor of numbers")
 
 
-def _refused(node: Node, why: str) -> InvalidInput:
+def _refused(node: Node, why: str, instead: str = "") -> InvalidInput:
+    """Return the error. instead: what the call may pass."""
+    way = f"pass {instead}, " if instead else ""
     place = f" (at {node.meta.location})" if node.meta.location else ""
     return InvalidInput(
-        f"the engine xla cannot run {node.op}{place}: it {why}; use the engine 'onnx', or do this "
-        "step outside the compiled function"
+        f"the engine xla cannot run {node.op}{place}: it {why}; {way}use the engine 'onnx', or do "
+        "this step outside the compiled function"
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.engines.xla.door import exact, jax, jnp, lax
+from triplane.unified_ir.engines.xla.door import exact, jax, jax_devices, jnp, lax
 from triplane.unified_ir.passes.sharding.topology import LinkCost, Measurement, Topology
 
 REPEATS: Final = 5
@@ -39,6 +39,7 @@ def measured_topology() -> tuple[Topology, list[str]]:
 
     Links between hosts and racks keep their defaults, and so does `inside` with one device.
     """
+    jax_devices()
     devices = jax.local_devices()
     kind = devices[0].platform.upper()
     named = kind if kind == "CPU" else devices[0].device_kind

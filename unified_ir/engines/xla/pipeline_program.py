@@ -19,7 +19,7 @@ from triplane.unified_ir.engines.protocol import (
 )
 from triplane.unified_ir.engines.reference import ReferenceProgram
 from triplane.unified_ir.engines.xla.devices import DATA, SLOT, first_devices
-from triplane.unified_ir.engines.xla.door import exact, explained, jax
+from triplane.unified_ir.engines.xla.door import exact, explained, jax, jax_devices
 from triplane.unified_ir.engines.xla.lower import check
 from triplane.unified_ir.engines.xla.packing import Packing, common_lengths
 from triplane.unified_ir.engines.xla.pipeline import (
@@ -72,13 +72,13 @@ class StageDevices:
         for name, number in numbers.items():
             if number is not None and (type(number) is not int or number < 1):
                 raise InvalidInput(f"{name} is a whole number >= 1, got {number!r}")
+        copies = "" if replicas == 1 else f", {replicas} times,"
+        self.places = first_devices(stages * replicas, f"a pipeline of {stages} stages{copies}")
         if jax.process_count() > 1:
             raise InvalidInput(
                 f"pipeline stages run on the devices of one process, and this run has "
                 f"{jax.process_count()}; split the batch over the hosts with mesh={{'data': N}}"
             )
-        copies = "" if replicas == 1 else f", {replicas} times,"
-        self.places = first_devices(stages * replicas, f"a pipeline of {stages} stages{copies}")
         self.stages, self.replicas = stages, replicas
         self.microbatches = microbatches or DEFAULT_MICROBATCHES * stages
         self._memory_bytes, self._topology = memory_bytes, topology
@@ -91,7 +91,7 @@ class StageDevices:
         """Say which devices these are, and what for."""
         kind = self.places[0].platform.upper()
         copies = "" if self.replicas == 1 else f" of {self.replicas} pipelines"
-        used = f"{len(self.places)} of {len(jax.devices())} x {kind}"
+        used = f"{len(self.places)} of {len(jax_devices())} x {kind}"
         return f"{used}, a stage of the pipeline on each{copies}"
 
     def share(self, rows: int) -> int:

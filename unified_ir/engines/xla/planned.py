@@ -9,9 +9,10 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.engines.xla.devices import Placement, Shape, first_devices, sizes_of
-from triplane.unified_ir.engines.xla.door import jax
+from triplane.unified_ir.engines.xla.door import jax, jax_devices
 from triplane.unified_ir.engines.xla.processes import Processes
 from triplane.unified_ir.ir.graph import Function
+from triplane.unified_ir.ir.text import strategy_text
 from triplane.unified_ir.passes.sharding import ParallelPlan, Topology, plan
 from triplane.unified_ir.passes.sharding.problem import with_dividing_strategies
 from triplane.unified_ir.passes.sharding.report import time_text
@@ -38,7 +39,7 @@ class PlannedDevices:
                 f"topology is a Topology, got {topology!r}; a file of rates becomes one with "
                 "passes.sharding.read_topology(PATH)"
             )
-        self._devices = first_devices(count or len(jax.devices()), 'parallel="auto"')
+        self._devices = first_devices(count or len(jax_devices()), 'parallel="auto"')
         self._memory_bytes, self._topology = memory_bytes, topology
         self.processes: Processes | None = None
         self.say: Callable[[str], None] = lambda _: None
@@ -46,11 +47,13 @@ class PlannedDevices:
         """The plans so far, the newest last."""
 
     is_single = False
+    revision = 0
+    """See `Devices`."""
 
     def __str__(self) -> str:
         kind = self._devices[0].platform.upper()
         by = "" if self.processes is None else f"; {self.processes.hosts}"
-        return f"{len(self._devices)} of {len(jax.devices())} x {kind}, split by a plan{by}"
+        return f"{len(self._devices)} of {len(jax_devices())} x {kind}, split by a plan{by}"
 
     @property
     def layout(self) -> str:
@@ -66,12 +69,13 @@ class PlannedDevices:
     ) -> Placement:
         """Plan a function for these shapes; see `Devices.placement`."""
         sizes = sizes_of(function, shapes, lead)
+        divided = with_dividing_strategies(function, sizes)
         best = plan(
-            with_dividing_strategies(function, sizes), len(self._devices), sizes=sizes,
-            memory_bytes=self._memory_bytes, topology=self._topology,
+            divided, len(self._devices), sizes=sizes, memory_bytes=self._memory_bytes,
+            topology=self._topology,
         )  # fmt: skip
         self.plans.append(best)
-        self.say(_line(best, sizes))
+        self.say(_line(best, sizes) + _left_out(function, divided))
         shardings = Shardings(best, self._devices)
         layouts = best.layouts()
         return Placement(
@@ -114,6 +118,17 @@ class Shardings:
                 [self.of(layout) for layout in strategy.outputs],
             )
         return wanted
+
+
+def _left_out(function: Function, divided: Function) -> str:
+    """Say which strategies in code a plan is without, as their slices do not divide."""
+    pairs = zip(function.nodes, divided.nodes, strict=True)
+    lost = [node for node, kept in pairs if node.strategy != kept.strategy]
+    if not lost:
+        return ""
+    first = f"{strategy_text(lost[0].strategy)} of {lost[0].op} at {lost[0].meta.location}"
+    more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+    return f"; planned freely, as its slices do not divide: {first}{more}"
 
 
 def _line(best: ParallelPlan, sizes: Mapping[str, int]) -> str:

@@ -7,22 +7,27 @@ import json
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import groupby
+from math import gcd
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from triplane.proto.errors import Conflict, InvalidInput, TriplaneError, Unavailable
 from triplane.unified_ir.engines.xla.door import coordination, exact, jax, stop_is_due
-from triplane.unified_ir.engines.xla.hosts import JOIN_S, Hosts, ProcessLost
+from triplane.unified_ir.engines.xla.hosts import Hosts, ProcessLost
 
 WAIT_S: Final = 3600
 """Limit of a wait for other processes that live: to load their data, to write a checkpoint."""
 MAX_MOVERS: Final = 1024
 """Programs that are kept which gather, or split otherwise, one array."""
 MAX_SHOWN: Final = 200
+_MACHINES: Final = "triplane/machine/"
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _SCATTERS: Final = (" reduce-scatter(", " reduce-scatter-start(")
 
 _BROKEN: Final = re.compile(r"gloo|nccl|coordination|heartbeat|unavailable|barrier", re.IGNORECASE)
@@ -55,7 +60,7 @@ def join(hosts: Hosts) -> Processes:
             hosts.process - 1,
             cluster_detection_method="deactivate",
             coordinator_bind_address=hosts.bind_address,
-            initialization_timeout=JOIN_S,
+            initialization_timeout=hosts.meet_within_s,
             heartbeat_timeout_seconds=hosts.heartbeat_s,
             # One that fails must not be kept alive by its wait for the others.
             shutdown_timeout_seconds=hosts.heartbeat_s,
@@ -70,8 +75,8 @@ def join(hosts: Hosts) -> Processes:
             "hosts must be given before JAX is used in this process: create the engine first "
             f"(JAX: {_shown(error)})"
         ) from error
-    _meet(hosts)
-    _joined.append(Processes(hosts))
+    machines = _meet(hosts)
+    _joined.append(Processes(hosts, neighbours(jax.devices(), machines)))
     return _joined[0]
 
 
@@ -92,22 +97,44 @@ def _check_port(hosts: Hosts) -> None:
         ) from error
 
 
-def _meet(hosts: Hosts) -> None:
-    """Let JAX learn of the devices of all processes, for which it waits."""
+def _meet(hosts: Hosts) -> dict[int, str]:
+    """Let JAX learn of the devices of all processes; return which machine each is on, from 0."""
+    store = coordination()
     try:
-        jax.devices()
-    except RuntimeError as error:
+        store.key_value_set(f"{_MACHINES}{hosts.process - 1}", _machine())
+        jax.devices()  # waits for all processes, which have said their machine by then
+        said = dict(store.key_value_dir_get(_MACHINES))
+    except (RuntimeError, AssertionError) as error:
         raise Unavailable(
             f"{hosts}: the devices of the other processes did not become known; one of them has "
             f"probably ended (JAX: {_shown(error)})"
         ) from error
+    return {int(key.removeprefix(_MACHINES)): machine for key, machine in said.items()}
+
+
+def _machine() -> str:
+    """Return what only processes of this machine return."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def neighbours(devices: Iterable[Any], machines: Mapping[int, str]) -> int:
+    """Return how many devices, in order, are always on one machine.
+
+    machines: by the number of a process. The greatest common divisor, where machines have unequal
+    numbers; ranks that are dealt out to machines in turn leave the devices of one process.
+    """
+    runs = groupby(devices, key=lambda device: machines[device.process_index])
+    return gcd(*(len(list(run)) for _, run in runs))
 
 
 class Processes:
     """The processes of a run, seen from one of them. All of them make the same calls in order."""
 
-    def __init__(self, hosts: Hosts) -> None:
-        self.hosts = hosts
+    def __init__(self, hosts: Hosts, devices_per_host: int) -> None:
+        self.hosts, self.devices_per_host = hosts, devices_per_host
         self._waits = self._checks = 0
 
     @property
@@ -121,6 +148,15 @@ class Processes:
         name = f"triplane/{self._waits}/{what}"
         with self.noticing_loss():
             coordination().wait_at_barrier(name, WAIT_S * 1000)
+
+    def agreed(self, what: str, value: Any) -> Any:
+        """Return the first process's value, which is ready for JSON, in every process."""
+        self._waits += 1
+        name, store = f"triplane/{self._waits}/{what}", coordination()
+        with self.noticing_loss():
+            if self.is_first:
+                store.key_value_set(name, json.dumps(value))
+            return json.loads(store.blocking_key_value_get(name, WAIT_S * 1000))
 
     def difference(self, facts: Mapping[str, str]) -> tuple[int, str, str, str] | None:
         """See `ProcessGroup.difference`."""

@@ -61,21 +61,52 @@ class XlaExecutable:
                 "out_shardings": (where.whole, where.state, where.whole),
             }
         self._kernels = not program.deterministic
-        traced = self._step if steps is None else self._launch
-        chosen = compiler_options(deterministic=program.deterministic)
-        self.call: Callable[..., Any] = jax.jit(
-            traced, donate_argnums=0, keep_unused=True, compiler_options=chosen, **options
+        self._is_launch = steps is not None
+        self._processes = program.devices.processes
+        self._options = compiler_options(deterministic=program.deterministic)
+        traced = self._launch if self._is_launch else self._step
+        self.call = self._compiled(traced, donate_argnums=0, **options)
+        self._is_decided = self.placement is None or self.placement.buckets is None
+
+    def _compiled(self, traced: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        call: Callable[..., Any] = jax.jit(
+            traced, keep_unused=True, compiler_options=self._options, **options
         )
-        if program.devices.processes is not None:
-            self.call = program.devices.processes.checked(self.call)
+        return call if self._processes is None else self._processes.checked(call)
+
+    def decide(self, state: Arrays, batch: Arrays) -> None:
+        """Decide about what depends on measures before the first run, which has these arguments."""
+        if self._is_decided:
+            return
+        where = self.placement
+        assert where is not None
+        assert where.buckets is not None
+        buckets, shardings = where.buckets, (where.state, where.batch)
+        # State is in its place already; without this, times would contain the batch's way there.
+        batch = jax.device_put(list(batch), list(where.batch))
+
+        def run_up_to(number: int) -> Callable[[], Any]:
+            @tracing()
+            def traced(state: Arrays, batch: Arrays) -> Any:
+                row = [x[0] for x in batch] if self._is_launch else batch
+                return buckets.up_to(number, self._arguments(state, row), kernels=self._kernels)
+
+            call = self._compiled(traced, in_shardings=shardings, out_shardings=where.whole)
+            return lambda: jax.block_until_ready(call(state, batch))
+
+        buckets.decide(run_up_to)
+        self._is_decided = True
+
+    def _arguments(self, state: Arrays, batch: Arrays) -> list[Any]:
+        """Return the function's arguments in its own order."""
+        named, fed = dict(zip(self._donate, state, strict=True)), iter(batch)
+        return [named[n] if n in named else next(fed) for n in self._function.param_names]
 
     @tracing()
     def _step(self, state: Arrays, batch: Arrays, failed: Any = None) -> Any:
         function = self._function
         trace = Trace(self.requirements, {}, failed, kernels=self._kernels)
-        named = dict(zip(self._donate, state, strict=True))
-        fed = iter(batch)
-        args = [named[n] if n in named else next(fed) for n in function.param_names]
+        named, args = dict(zip(self._donate, state, strict=True)), self._arguments(state, batch)
         old = [named.get(n) for n in function.result_names]
         where = self.placement
         if where is not None and where.buckets is not None:
@@ -182,6 +213,7 @@ class XlaProgram:
                 state = jax.device_put(list(state), list(where.state))
             self._last = compiled
             with explained(self.function.name), _noticing(processes):
+                compiled.decide(state, batch)
                 results, moved, failed = compiled.call(state, batch)
                 # All of it: the memory of the batches is used again.
                 jax.block_until_ready((results, moved, failed))
@@ -190,7 +222,7 @@ class XlaProgram:
 
     def _for_shapes(self, batch: Arrays, steps: int | None) -> XlaExecutable:
         """Return the program for a batch of these shapes; the one unused longest gives way."""
-        key = steps, *(x.shape for x in batch)
+        key = self.devices.revision, steps, *(x.shape for x in batch)
         if key in self._compiled:
             self._compiled.move_to_end(key)
             return self._compiled[key]

@@ -7,12 +7,16 @@ end of the first j gradients, r(j) when gradient j is ready and S the bytes befo
     E(j) = min over i < j of max(E(i), r(j)) + alpha + beta * (S(j) - S(i)),
 
 because an earlier end of the first i never delays the others. This takes O(n^2) for n gradients.
+Ready times are predicted, or measured on the devices (`ready_times`); costs follow from rates.
 """
 
 from __future__ import annotations
 
+import hashlib
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -20,7 +24,8 @@ import numpy.typing as npt
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.passes.sharding.batch_split import BatchSplit
-from triplane.unified_ir.passes.sharding.report import bytes_text, time_text
+from triplane.unified_ir.passes.sharding.ready_times import MeasuredTimes
+from triplane.unified_ir.passes.sharding.report import WIDTH, bytes_text, time_text
 from triplane.unified_ir.passes.sharding.topology import LinkCost
 
 FIRST_BYTES: Final = 1 << 20
@@ -35,6 +40,8 @@ SHOWN: Final = 12
 """Buckets that the table lists."""
 AUTO: Final = "auto"
 ONE: Final = "one"
+DIGITS: Final = 16
+"""Hexadecimal digits of a digest of gradients."""
 Times = npt.NDArray[np.float64]
 Buckets = tuple[tuple[int, ...], ...]
 """For each all-reduce, the numbers of its gradients in the order in which they are ready."""
@@ -70,6 +77,11 @@ class BucketPlan:
     starts_s: tuple[float, ...]
     ends_s: tuple[float, ...]
     exposed_s: float
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The number of gradients up to the end of each bucket."""
+        return tuple(bucket[-1] + 1 for bucket in self.buckets)
 
 
 def all_reduce_cost(link: LinkCost, devices: int) -> AllReduceCost:
@@ -180,11 +192,32 @@ def check_buckets(value: Any) -> str | int:
 class GradientBuckets:
     """The gradients of a step whose batch is split, and how their all-reduces may be grouped."""
 
-    def __init__(self, split: BatchSplit, cost: AllReduceCost) -> None:
-        """cost: of an all-reduce among the devices of the split."""
-        self.split, self.cost = split, cost
+    def __init__(
+        self, split: BatchSplit, cost: AllReduceCost, measured: MeasuredTimes | None = None
+    ) -> None:
+        """cost: of an all-reduce among the devices of the split. measured: None to predict."""
+        self.split, self.cost, self.measured = split, cost, measured
         self.parts = split.gradients()
-        self.tensors = [ReadyTensor(p.name, p.size_bytes, p.ready_s) for p in self.parts]
+        self.predicted_s = [p.ready_s for p in self.parts]
+        ready_s = self.predicted_s if measured is None else measured.ready_s(self.predicted_s)
+        self.tensors = [
+            ReadyTensor(p.name, p.size_bytes, at) for p, at in zip(self.parts, ready_s, strict=True)
+        ]
+
+    @property
+    def digest(self) -> str:
+        """Return what tells these gradients, over as many devices, from those of other steps."""
+        lines = [str(self.split.devices), *(f"{p.size_bytes} {p.name}" for p in self.parts)]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:DIGITS]
+
+    @property
+    def source(self) -> str:
+        """Say where the ready times come from."""
+        if self.measured is None:
+            return "predicted"
+        count, runs = len(self.measured.numbers), self.measured.runs
+        each = f"runs of the step that end with each of {count} results"
+        return f"measured, the median of {runs} {each}"
 
     @property
     def backward_s(self) -> float:
@@ -198,6 +231,10 @@ class GradientBuckets:
         if how == ONE:
             return self._plan("one all-reduce", (tuple(range(len(self.tensors))),))
         return self._plan(f"{bytes_text(int(how))} each", capped_buckets(self.tensors, int(how)))
+
+    def ending_at(self, what: str, ends: Sequence[int]) -> BucketPlan:
+        """Return the buckets with these `BucketPlan.ends`."""
+        return self._plan(what, tuple(tuple(range(a, b)) for a, b in pairwise((0, *ends))))
 
     def compared(self) -> list[BucketPlan]:
         """Return the planned buckets and the usual ones."""
@@ -223,6 +260,8 @@ def table(buckets: GradientBuckets) -> Iterator[str]:
     count = len(buckets.tensors)
     yield f"gradient buckets: {count} results, {total}, the last ready after {ready};"
     yield f"an all-reduce over {buckets.split.devices} devices takes {alpha} + bytes / ({rate})"
+    yield from textwrap.wrap(f"ready times: {buckets.source}", WIDTH)
+    yield from _measured_lines(buckets)
     yield ""
     yield f"{'buckets':26}{'all-reduces':>12}{'largest':>10}{'end':>10}{'exposed':>10}"
     plans = buckets.compared()
@@ -234,8 +273,22 @@ def table(buckets: GradientBuckets) -> Iterator[str]:
             f"{time_text(plan.exposed_s):>10}"
         )
     yield ""
+    yield from _planned_lines(plans[0], buckets)
+
+
+def _measured_lines(buckets: GradientBuckets) -> Iterator[str]:
+    """Yield a line for each measured gradient, with what was predicted for it."""
+    if buckets.measured is None:
+        return
+    yield ""
+    yield f"{'result':>9}{'measured':>10}{'predicted':>11}  its name"
+    for k, seconds in zip(buckets.measured.numbers, buckets.measured.seconds, strict=True):
+        predicted, name = time_text(buckets.predicted_s[k]), buckets.tensors[k].name
+        yield f"{k + 1:9}{time_text(seconds):>10}{predicted:>11}  {name[:48]}"
+
+
+def _planned_lines(best: BucketPlan, buckets: GradientBuckets) -> Iterator[str]:
     yield f"{'planned':9}{'results':>8}{'bytes':>10}{'start':>10}{'end':>10}  the last to be ready"
-    best = plans[0]
     sizes = _sizes(best, buckets.tensors)
     for k, bucket in enumerate(best.buckets[:SHOWN]):
         begin, end = time_text(best.starts_s[k]), time_text(best.ends_s[k])
@@ -244,7 +297,7 @@ def table(buckets: GradientBuckets) -> Iterator[str]:
             f"{k + 1:<9}{len(bucket):8}{bytes_text(sizes[k]):>10}{begin:>10}{end:>10}  {last[:31]}"
         )
     if (more := len(best.buckets) - SHOWN) > 0:
-        yield f"{more} more (--json has all)"
+        yield f"{more} more" + (" (--json has all)" if buckets.measured is None else "")
 
 
 def _sizes(plan: BucketPlan, tensors: Sequence[ReadyTensor]) -> list[int]:
@@ -258,6 +311,7 @@ def record(buckets: GradientBuckets) -> dict[str, Any]:
         "backward_seconds": buckets.backward_s,
         "alpha_seconds": buckets.cost.alpha_s,
         "seconds_per_byte": buckets.cost.s_per_byte,
+        "ready_times": buckets.source,
         "gradients": [
             {"name": t.name, "bytes": t.size_bytes, "ready_seconds": t.ready_s}
             for t in buckets.tensors
@@ -270,6 +324,8 @@ def record(buckets: GradientBuckets) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def planned_buckets(split: BatchSplit, link: LinkCost) -> GradientBuckets:
-    """Return the buckets of a split whose devices are joined by a link."""
-    return GradientBuckets(split, all_reduce_cost(link, split.devices))
+def planned_buckets(
+    split: BatchSplit, link: LinkCost, measured: MeasuredTimes | None = None
+) -> GradientBuckets:
+    """Return the buckets of a split whose devices are joined by a link; see `GradientBuckets`."""
+    return GradientBuckets(split, all_reduce_cost(link, split.devices), measured)

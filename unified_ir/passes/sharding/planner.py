@@ -346,6 +346,8 @@ def _problems(
         except InvalidInput as error:
             refused.append(error)
     if len(refused) == len(meshes):
+        if not pinned:
+            raise refused[-1]
         tried = ", ".join(map(str, meshes))
         raise InvalidInput(
             f"{refused[-1]}; no mesh of {devices} devices ({tried}) has every split that is decided"

@@ -18,7 +18,7 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import evaluate
-from triplane.unified_ir.ir.graph import Array, Function, Node, Split, Value
+from triplane.unified_ir.ir.graph import Array, Function, Meta, Node, Split, Value
 from triplane.unified_ir.ops.factors import (
     Factors,
     Shape,
@@ -27,10 +27,12 @@ from triplane.unified_ir.ops.factors import (
     factors_of,
 )
 from triplane.unified_ir.ops.row import Cost, OpKind
+from triplane.unified_ir.ops.rows.control.custom_gradients import custom_row
 from triplane.unified_ir.ops.sharding import cuts_of
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.passes.clean import attrs_key
 from triplane.unified_ir.passes.memory import VIEWS, MemoryRow, alive, type_bytes
+from triplane.unified_ir.passes.rewrite import Rewriter
 from triplane.unified_ir.passes.sharding.buffers import XlaBuffer, buffer_rows, tensor_rows
 from triplane.unified_ir.passes.sharding.loops import LOOPS
 from triplane.unified_ir.passes.sharding.search import CostNetwork
@@ -375,6 +377,33 @@ def strategies_in_code(function: Function) -> dict[int, Split]:
                 "to operators outside of loops, conditions and cells with a bprop only"
             )
     return {i: node.strategy for i, node in enumerate(function.nodes) if node.strategy}
+
+
+def with_strategies_outside(function: Function) -> Function:
+    """Return the function with the nodes of a cell with a bprop in place of the cell's node.
+
+    Only of cells whose nodes have strategies. So what validates is split as what trains, which has
+    opened such cells to differentiate them; the result has lost their gradient.
+    """
+    return _OpenedCells().rewrite(function)
+
+
+class _OpenedCells(Rewriter):
+    def region(self, function: Function) -> Function:
+        """Keep loops and conditions, which are split as one node."""
+        return function
+
+    def place_of(self, part: Node, node: Node) -> Meta:
+        """Return where the part itself was written, in the cell."""
+        return part.meta
+
+    def visit(self, node: Node) -> None:
+        """Open a node that has a gradient of its own and strategies inside."""
+        own = node.op == custom_row.id and any(n.strategy for n in node.regions[0].walk())
+        if own:
+            self.spread(node, node.regions[0])
+        else:
+            self.keep(node)
 
 
 def with_dividing_strategies(function: Function, sizes: Mapping[str, int]) -> Function:

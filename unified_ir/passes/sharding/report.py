@@ -199,8 +199,9 @@ def find_node(plan: ParallelPlan, name: str) -> int:
     """
     if name.isdecimal() and int(name) < len(plan.function.nodes):
         return int(name)
-    near = [n for n in plan.nodes if name in {n.scope, n.operator}]
-    near = near or [n for n in plan.nodes if _layer(n.scope) == name]
+    # No name is that of the nodes outside of all layers; an unset variable of a shell gives it.
+    near = [n for n in plan.nodes if name and name in {n.scope, n.operator}]
+    near = near or [n for n in plan.nodes if name and _layer(n.scope) == name]
     if not near:
         layers = ", ".join(layer.name for layer in layer_plans(plan)[:12])
         raise InvalidInput(

@@ -143,7 +143,7 @@ def plan_stages(
     parameter. memory_bytes: what one device has.
     InvalidInput: there are fewer nodes than stages, or no cut fits into the memory.
     """
-    check_devices(stages)
+    check_devices(stages, "stages")
     if type(microbatches) is not int or not 1 <= microbatches <= MAX_MICROBATCHES:
         raise InvalidInput(
             f"microbatches is a whole number from 1 to {MAX_MICROBATCHES:,}, got {microbatches!r}"

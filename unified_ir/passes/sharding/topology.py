@@ -18,6 +18,9 @@ from typing import Any, Final
 from triplane.proto.errors import InvalidInput
 
 MAX_DEVICES: Final = 4096
+DEVICES_PER_HOST: Final = 8
+ASSUMED: Final = "assumed rates of data-centre GPUs"
+OTHERS: Final = "(--topology FILE gives others)"
 MAX_FILE_BYTES: Final = 1 << 16
 MAX_TEXT: Final = 200
 """Characters of a text about a measurement."""
@@ -59,7 +62,7 @@ class Topology:
     a prediction is printed.
     """
 
-    devices_per_host: int = 8
+    devices_per_host: int = DEVICES_PER_HOST
     hosts_per_rack: int | None = None
     inside: LinkCost = LinkCost(5e-6, 100e9)
     between: LinkCost = LinkCost(20e-6, 12.5e9)
@@ -67,7 +70,7 @@ class Topology:
     flops_per_s: float = 50e12
     memory_bytes_per_s: float = 1e12
     measured: Measurement | None = None
-    source: str = "assumed rates of data-centre GPUs (--topology FILE gives others)"
+    source: str = f"{ASSUMED}, {DEVICES_PER_HOST} a host {OTHERS}"
 
     def link(self, mesh: Mesh, axis: int) -> LinkCost:
         """Return the link of a collective along a mesh axis: the slowest that it crosses.
@@ -101,6 +104,12 @@ class Topology:
         if self.measured is not None:
             record["measured"] = asdict(self.measured)
         return {k: v for k, v in record.items() if v is not None}
+
+
+def assumed_topology(devices_per_host: int) -> Topology:
+    """Return the default rates, with a number of devices in a host that is known."""
+    source = f"{ASSUMED}, on hosts of {devices_per_host} as joined {OTHERS}"
+    return Topology(devices_per_host=devices_per_host, source=source)
 
 
 _COUNTS: Final = ("devices_per_host", "hosts_per_rack")
@@ -144,6 +153,8 @@ def _source(where: str, record: Mapping[str, Any], measured: Measurement | None)
     assumed = [k for k in (*_RATES, *links) if k not in record]
     parts = [(k, f.name) for k in links if k in record for f in fields(LinkCost)]
     assumed += [f"{name} of {k}" for k, name in parts if name not in record[k]]
+    if "devices_per_host" not in record:
+        assumed.append(f"{DEVICES_PER_HOST} devices a host")
     return f"rates of {where}{what}" + (f"; assumed: {', '.join(assumed)}" if assumed else "")
 
 
@@ -174,10 +185,10 @@ def _measurement(value: Any, where: str) -> Measurement:
     return Measurement(**record)
 
 
-def check_devices(devices: int) -> None:
-    """Raise InvalidInput unless a plan can have so many devices."""
+def check_devices(devices: int, what: str = "devices") -> None:
+    """Raise InvalidInput unless a plan can have so many devices; what: their name for the user."""
     if type(devices) is not int or not 1 <= devices <= MAX_DEVICES:
-        raise InvalidInput(f"devices must be a number from 1 to {MAX_DEVICES}, got {devices!r}")
+        raise InvalidInput(f"{what} must be a number from 1 to {MAX_DEVICES}, got {devices!r}")
 
 
 def _link(value: Any, default: LinkCost, where: str) -> LinkCost:

@@ -25,7 +25,7 @@ from triplane.unified_ir.ir.types import (
 from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.emission import EmissionContext, emit_broadcast, first_number
 from triplane.unified_ir.ops.infer import broadcast
-from triplane.unified_ir.ops.lowering import XlaContext, sizes, truncated
+from triplane.unified_ir.ops.lowering import XlaContext, sizes, to_uint64, truncated
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import (
     DOMAIN,
@@ -194,7 +194,9 @@ def _cast_xla(k: XlaContext, x: Any, *, to: int, **_: Any) -> Any:
             x = truncated(k, x, np.int32)
         elif dtype == np.uint32:
             x = truncated(k, x, np.int64)
-        elif k.np.issubdtype(dtype, np.signedinteger):
+        elif dtype == np.uint64:
+            return to_uint64(k, x)
+        else:
             x = truncated(k, x, dtype)
     return k.lax.convert_element_type(x, dtype)
 

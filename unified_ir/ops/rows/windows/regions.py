@@ -144,6 +144,7 @@ roi_align = Op(
     name="RoiAlign", kind=OpKind.WINDOW,
     infer=_align_types,
     body=_roi_align,
+    fixed_sizes="a sampling_ratio, such as 2, in place of 0",
     native=lambda node, opset: opset < 22,
     samples=(
         _aligned(sampling_ratio=2),
