@@ -135,8 +135,8 @@ class Drive:
         state, memory = self._folder / "next.state", self._folder / "next.memory"
         write_state(state, self._state, self._order["roles"], plan=self._order["plan"])
         remember(self._without_hooks(), memory)
-        made = {"state": str(state), "memory": str(memory), "scaled": self._scaled}
-        self._pipe.answer({**made, "metrics": numbers(metrics)})
+        files = {"state": str(state), "memory": str(memory), "scaled": self._scaled}
+        self._pipe.answer({**files, "metrics": numbers(metrics)})
         return arrays, metrics
 
     def _aggregate_evaluate(self, number: int, replies: Iterable[Any]) -> Any:
