@@ -141,19 +141,27 @@ def _group_weights(tensors: Sequence[Array], rule: Weights, buckets: Array | Non
     """Return the weight of each update in the result of the rule on these tensors."""
     if not tensors:
         return np.zeros(0)
-    n = len(tensors[0])
-    products = np.zeros((n, n))
-    for x in tensors:
-        for _, block in _blocks(x):
-            with np.errstate(over="ignore", invalid="ignore"):
-                products += block @ block.T
-    means = np.eye(n) if buckets is None else buckets
+    products = _inner_products(tensors)
+    means = np.eye(len(products)) if buckets is None else buckets
     # An update whose square float64 cannot hold lies farther away than any other, so it is left
     # out, with its bucket.
     excessive = ~np.isfinite(np.diagonal(products))
     products[excessive] = products[:, excessive] = 0
     means = means[~(means[:, excessive] > 0).any(axis=1)]
-    return rule(means @ products @ means.T) @ means if len(means) else np.zeros(n)
+    return rule(means @ products @ means.T) @ means if len(means) else np.zeros(len(products))
+
+
+def _inner_products(tensors: Sequence[Array]) -> Array:
+    n = len(tensors[0])
+    upper = np.zeros((n, n))
+    for x in tensors:
+        for _, block in _blocks(x):
+            for i, row in enumerate(block):
+                # Not by BLAS: its sums may depend on the number of threads, and a round that is reduced
+                # again must give the same bits.
+                with np.errstate(over="ignore", invalid="ignore"):
+                    upper[i, i:] += np.einsum("jc,c->j", block[i:], row)
+    return upper + np.triu(upper, 1).T
 
 
 def _weighted(x: Array, weights: Array) -> Array:
