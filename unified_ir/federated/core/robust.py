@@ -157,8 +157,8 @@ def _inner_products(tensors: Sequence[Array]) -> Array:
     for x in tensors:
         for _, block in _blocks(x):
             for i, row in enumerate(block):
-                # Not by BLAS: its sums may depend on the number of threads, and a round that is reduced
-                # again must give the same bits.
+                # Not by BLAS, whose sums may depend on the number of threads: a round that is
+                # reduced again must give the same bits.
                 with np.errstate(over="ignore", invalid="ignore"):
                     upper[i, i:] += np.einsum("jc,c->j", block[i:], row)
     return upper + np.triu(upper, 1).T
