@@ -141,7 +141,7 @@ def test_a_plan_takes_that_step_on_onnxruntime(name, algorithm, tmp_path):
     for path, g in wanted.items():
         moved = (given[path] - after[path]) / rate
         np.testing.assert_allclose(moved, g, rtol=2e-3, atol=5e-6, err_msg=f"{algorithm} {path}")
-    variates = {k for k in plan.roles if k.startswith(("control", "own_control."))}
+    variates = {k for k in plan.roles if k.startswith(("scaffold.", "control", "own_control."))}
     untouched = plan.roles.keys() - wanted.keys() - variates
     assert all(np.array_equal(after[k], given[k]) for k in untouched)
 

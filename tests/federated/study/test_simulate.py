@@ -101,7 +101,7 @@ def test_one_round_is_the_mean_of_what_devices_change(tmp_path, algorithm):
         for k, x in device.learn(plan, work, shard).change.items():
             mean[k] += x.astype(np.float64) * sizes[name] / sum(sizes.values())
     for k, x in made.state.items():
-        moved = mean[k] if k.startswith("control.") else 0.5 * mean[k]
+        moved = mean[k] if k.startswith("scaffold.") else 0.5 * mean[k]
         if algorithm in {"fedadam", "maml+adam"}:
             moved = 0.5 * 0.1 * mean[k] / (0.1 * np.abs(mean[k]) + 0.1)
         np.testing.assert_allclose(x, given.state[k] + moved, rtol=1e-5, atol=1e-7)

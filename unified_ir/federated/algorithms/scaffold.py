@@ -3,7 +3,7 @@
 Karimireddy et al. 2020, arXiv 1910.06378, algorithm 1 with option II: a device's step goes against
 g - c_i + c. Its control variate after K steps, c_i - c + (x - y_K) / (K a), is the mean of the
 gradients along the way, so each step writes down the mean so far, and the graph of a step is all
-that there is. The change of `control.PATH` is that of c_i; the cloud adds |S| / N of its mean.
+that there is. The change of `scaffold.PATH` is that of c_i; the cloud adds |S| / N of its mean.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.passes import clean
 
-CONTROL: Final = "control."
+CONTROL: Final = "scaffold."
 """Prefix of the cloud's control variate of a parameter, shared by all devices."""
 OWN: Final = "own_control."
 """Prefix of a device's own control variate, which stays there."""
