@@ -266,6 +266,21 @@ def test_name_of_an_algorithms_own_state_is_not_the_models(tmp_path):
         plan_of(exported(Taken(), (4,)), "scaffold", HYPER, tmp_path / "p.plan")
 
 
+def test_no_model_has_tensors_with_the_names_of_control_variates(tmp_path):
+    """A signed policy lets tensors of these names leave a device."""
+
+    class Named(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.scaffold = nn.Dense(4, 3)
+
+        def construct(self, x):
+            return self.scaffold(x)
+
+    with pytest.raises(InvalidInput, match=r"'scaffold\.[a-z]+'; names that begin with"):
+        plan_of(exported(Named(), (4,)), "fedavg", HYPER, tmp_path / "p.plan")
+
+
 class Anchored:
     """A plan's state with an anchor of nothing."""
 
