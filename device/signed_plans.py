@@ -147,7 +147,7 @@ def verified_here(
         if not freshness.is_fresh:
             # A failed link first: it passes, and whatever was refused beside it is refused again.
             missing = Unavailable("no signed metadata could be verified")
-            raise (freshness.error or next(iter(freshness.refusals), missing))
+            raise freshness.error or next(iter(freshness.refusals), missing)
         return trust.plan(digest, by_people=by_people)
 
     return verify

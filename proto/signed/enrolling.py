@@ -27,18 +27,18 @@ from triplane.proto.unreachable import unreachable_cause
 Fetch = Callable[[str], bytes]
 
 
-def require_one_cloud(folder: Path, identity: IdentityFolder, token: Token, machine: str) -> None:
-    """Raise Conflict if a root of trust is in `folder` and the token is of another cloud.
+def require_one_cloud(identity: IdentityFolder, token: Token, machine: str) -> None:
+    """Raise Conflict if the machine has an identity and the token is of another cloud.
 
     machine: "node" or "device", for the message.
     """
-    if not (folder / BOOTSTRAP).exists():
+    if not (identity.path / "cert.pem").is_file():
         return
     authority = x509.load_pem_x509_certificate(identity.authority_pem)
     if authority.fingerprint(SHA256()) != token.pin:
         raise Conflict(
-            f"{folder.parent} is a {machine} of another cloud ({identity.cloud}) than the token's; "
-            f"choose another folder with --home, or stop that {machine} and remove its folder"
+            f"{identity.path.parent} is a {machine} of another cloud ({identity.cloud}) than the "
+            f"token's; choose another folder with --home, or stop that {machine} and remove its folder"
         )
 
 

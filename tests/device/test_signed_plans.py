@@ -1,18 +1,22 @@
 """A device runs a plan only as it was signed, and in rounds that are large enough."""
 
+import time
 from dataclasses import replace
 
+import grpc
 import numpy as np
 import pytest
 from tests.device.stage import client_at, lease, serving, staged
 from tests.federated.core import plans
 from tests.support.deadlines import within
+from tests.support.plan_signatures import PlanSigner
 
 from triplane.device.home import DeviceHome, DeviceSettings
+from triplane.device.signed_plans import verified_here
 from triplane.proto import federation_pb2 as pb
-from triplane.proto.errors import InvalidInput, NotFound
+from triplane.proto.errors import InvalidInput, NotFound, Unavailable
 from triplane.proto.plan_statement import MAX_LEAST, Least, PlanRule
-from triplane.proto.signed.trust import Trust
+from triplane.proto.signed.trust import LATEST_TIME, Trust
 from triplane.proto.signed_fields import AUTO
 from triplane.unified_ir.federated.core.files import write_state
 from triplane.unified_ir.federated.core.learn import Shard
@@ -298,3 +302,15 @@ def test_a_device_says_which_metadata_it_has_seen(tmp_path):
     assert seen == repository.versions()
     assert not repository.is_behind(seen, second.metadata_sha256)
     assert repository.is_behind(seen, bytes(32))
+
+
+def test_a_failed_link_is_not_reported_as_a_refusal(tmp_path):
+    """A clock that is behind is corrected when the network is back, and the device tries again."""
+    home = DeviceHome(tmp_path)
+    home.make()
+    PlanSigner(tmp_path / "signed").trusted_by(tmp_path)
+    (home.trust / LATEST_TIME).write_text(f"{time.time() + 3600:.3f}\n")
+    with grpc.insecure_channel("127.0.0.1:1") as channel:
+        verify = verified_here(home, lambda: channel, by_people=False)
+        with pytest.raises(Unavailable):
+            verify("ab" * 32)
