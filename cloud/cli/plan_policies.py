@@ -16,7 +16,7 @@ from triplane.cloud.registry.names import Reference
 from triplane.cloud.trust.checks import read_plan_policy
 from triplane.cloud.trust.roles import parse
 from triplane.cloud.trust.signing import SigningResult, change_plan_policy
-from triplane.proto.errors import NotFound
+from triplane.proto.errors import InvalidInput, NotFound
 from triplane.proto.federation_pb2 import GetRunRequest
 from triplane.proto.plan_statement import Least, PlanPolicy, PlanRule
 from triplane.unified_ir.files.container import Container
@@ -107,6 +107,12 @@ def _parameters(remote: Remote, reference: str) -> tuple[tuple[str, ...], list[s
     buffers = {tensor.name for tensor in tensors if tensor.role == BUFFER}
     statistics = {name for name in buffers if name.rpartition(".")[2] in STATISTICS}
     names = {tensor.name for tensor in tensors if tensor.role == PARAMETER} | statistics
+    if odd := sorted(name for name in names if "*" in name):
+        # As a pattern it would let tensors leave that the signer never saw.
+        raise InvalidInput(
+            f"the tensor {odd[0]!r} of {reference} has a * in its name, which would match others; "
+            "say what may leave by --tensors PATTERN"
+        )
     return (*sorted(names), *OF_ALGORITHMS), sorted(buffers - statistics)
 
 

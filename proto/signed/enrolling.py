@@ -38,7 +38,8 @@ def require_one_cloud(identity: IdentityFolder, token: Token, machine: str) -> N
     if authority.fingerprint(SHA256()) != token.pin:
         raise Conflict(
             f"{identity.path.parent} is a {machine} of another cloud ({identity.cloud}) than the "
-            f"token's; choose another folder with --home, or stop that {machine} and remove its folder"
+            f"token's; choose another folder with --home, or stop that {machine} and remove its "
+            "folder"
         )
 
 
