@@ -11,15 +11,19 @@ from tests.federated.core import plans
 from tests.support.deadlines import within
 from tests.support.plan_signatures import PlanSigner
 
+from triplane.cloud.trust.keys import KeyFolder
+from triplane.cloud.trust.rotating import rotate
 from triplane.device.home import DeviceHome, DeviceSettings
 from triplane.device.signed_plans import verified_here
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import InvalidInput, NotFound, Unavailable
 from triplane.proto.plan_statement import MAX_LEAST, Least, PlanRule
+from triplane.proto.signed.refusal import AttemptRefused
 from triplane.proto.signed.trust import LATEST_TIME, Trust
 from triplane.proto.signed_fields import AUTO
 from triplane.unified_ir.federated.core.files import write_state
 from triplane.unified_ir.federated.core.learn import Shard
+from triplane.unified_ir.runtime import write_plan
 
 SHARD = plans.shard(held_out=6)
 SEEN = {"seen": np.zeros((20, 2), np.float32)}
@@ -270,6 +274,26 @@ def test_metadata_older_than_what_the_device_saw_is_refused(tmp_path):
 
     refusal = within(story())
     assert refusal.kind == "rollback"
+
+
+@pytest.mark.long
+def test_the_policy_holds_while_people_have_not_signed_with_their_new_keys(tmp_path):
+    """The new keys of the role plans are with other people, who have yet to sign their list."""
+    signer = PlanSigner(tmp_path / "signed")
+    signer.trusted_by(tmp_path)
+    signer.allow(tiny=PlanRule(("*",), ("*",)))
+    digests = [write_plan(tmp_path / f"{lr}.plan", plans.spec(lr=lr)) for lr in (0.1, 0.2)]
+    signer.sign(tmp_path / "0.1.plan")
+    signer.sign(tmp_path / "0.2.plan", AUTO)
+    new = KeyFolder(tmp_path / "alex").make("alex")
+    rotate(signer.repository, "plans", [new.public_key], signer.keys)
+    trust = Trust(tmp_path / "trust", signer.repository.get, machine="device")
+    assert trust.refresh().is_fresh
+    assert trust.plan(digests[1], by_people=False).path.startswith("auto/")
+    for digest, by_people in ((digests[0], False), (digests[1], True)):
+        with pytest.raises(AttemptRefused) as refused:
+            trust.plan(digest, by_people=by_people)
+        assert refused.value.kind == "signature"
 
 
 def test_a_device_of_an_earlier_release_says_how_to_get_its_root(tmp_path):
