@@ -103,6 +103,11 @@ class Least:
         """Return the numbers of a signed document. InvalidInput."""
         return cls(*(fields[name] for name in _LEAST))
 
+    @property
+    def text(self) -> str:
+        """Return these numbers for people."""
+        return f"{self.devices} devices, {self.batch} samples in a step, {self.steps} steps"
+
     def stricter(self, other: "Least") -> "Least":
         """Return the larger of each number."""
         return Least(

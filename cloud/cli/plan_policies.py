@@ -53,15 +53,15 @@ def plan_policy_rows(policy: PlanPolicy) -> list[tuple[str, ...]]:
         (
             model,
             ", ".join(rule.algorithms),
-            _size_text(rule.least),
+            rule.least.text,
             _some(rule.tensors),
         )
         for model, rule in sorted(policy.models.items())
     ]
 
 
-def _size_text(least: Least) -> str:
-    return f"{least.devices} devices, {least.batch} samples in a step, {least.steps} steps"
+def _bounds_text(rule: PlanRule) -> str:
+    return f"algorithms {', '.join(rule.algorithms)}, at least {rule.least.text}"
 
 
 def _some(names: Sequence[str]) -> str:
@@ -85,10 +85,16 @@ def allow_plans(
         if not tensors:
             tensors, left_out = _parameters(remote, model)
         rule = PlanRule(algorithms or ("*",), tensors, Least.of_fields(least))
-        policy, signed = change_plan_policy(
-            remote, lambda before: PlanPolicy({**before.models, name: rule}), keys
-        )
+        replaced: list[PlanRule] = []
+
+        def change(before: PlanPolicy) -> PlanPolicy:
+            replaced.extend(rule for model, rule in before.models.items() if model == name)
+            return PlanPolicy({**before.models, name: rule})
+
+        policy, signed = change_plan_policy(remote, change, keys)
     lines = [_policy_text(name, signed), f"tensors that may leave a device: {_some(rule.tensors)}"]
+    lines.append(_bounds_text(rule))
+    lines += [f"the rule before: {_bounds_text(old)}" for old in replaced if old != rule]
     if left_out:
         lines.append(
             f"buffers that may not: {_some(left_out)}; a plan that shares them is refused. Allow "
@@ -167,7 +173,7 @@ def sign_run(
     lines = [
         f"{target.path}: {statement.algorithm} of {spec.model}, of model {statement.model_digest}",
         f"tensors that may leave a device: {_some(statement.tensors)}",
-        f"in rounds of at least {_size_text(statement.least)}",
+        f"in rounds of at least {statement.least.text}",
     ]
     if submitted.published:
         lines.append("signed and published; devices run it")

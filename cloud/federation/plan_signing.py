@@ -221,6 +221,8 @@ def _compared(
                 model=f"{statement.model}@{statement.version}", algorithm=statement.algorithm
             )
             set_values(spec.hyperparameters, dict(statement.hyperparameters))
+            # The one fact that making the plan again does not check: another signer chose it.
+            progress(f"{path} waits too, for rounds of {statement.least.text} or more")
             ours = target_file(_made_here(cloud, spec, statement.least, progress))
         if ours != entry:
             raise Corrupt(

@@ -1,6 +1,7 @@
 """The numbers of signed metadata rise for machines that have seen higher ones, within a bound."""
 
 import asyncio
+from typing import Any
 
 import pytest
 from tests.support.deadlines import within
@@ -34,7 +35,8 @@ def versions_after(folder, leads, *, every_s=OVERTAKE_EVERY_S):
 
     async def story():
         tasks = BackgroundTasks()
-        upkeep = MetadataUpkeep(repository, None, Records(), tasks, clock)
+        others: Any = None, Records()
+        upkeep = MetadataUpkeep(repository, *others, tasks, clock)
         for lead in leads:
             clock.now_s += every_s
             seen = {"timestamp": repository.versions()["timestamp"] + lead}
