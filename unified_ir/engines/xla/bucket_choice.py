@@ -71,6 +71,7 @@ def _checked(key: str, ends: Array) -> tuple[int, ...]:
         raise Corrupt(
             f"the checkpoint's choice of buckets {key[:DIGITS]!r} is {ends.dtype}{ends.shape}"
         )
-    if (np.diff(ends, prepend=0) <= 0).any():
+    # Compared in pairs: a difference may wrap around to a positive number.
+    if ends[0] <= 0 or (ends[1:] <= ends[:-1]).any():
         raise Corrupt(f"the checkpoint's buckets do not follow each other: {ends[:8].tolist()}")
     return tuple(ends.tolist())
