@@ -39,7 +39,10 @@ _LEFT: Final = "triplane lost: "
 _ENDED: Final = "triplane ended: "
 _FATAL: Final = re.compile(rb"F[0-9]{4} [0-9:.]+ |triplane lost: ")
 """Begins what JAX's C++ prints last, over many lines, or what `leave` does."""
-_CHATTER: Final = re.compile(rb"\[Gloo\] |Rank \[Gloo\] |triplane ended: ")
+_CHATTER: Final = re.compile(
+    rb"\[Gloo\] |Rank \[Gloo\] |[0-9]+ is connected to [0-9]+ peer ranks|triplane ended: "
+)
+"""Of Gloo, whose threads tear each other's lines apart, and of the child to its parent."""
 _MISSING: Final = re.compile(r"stopped sending heartbeats\):\s*((?:[0-9]+\s)+)")
 _TIMED_OUT: Final = re.compile(r"Task ([0-9]+) heartbeat timeout")
 _LEFT_EARLY: Final = re.compile(r"Shutdown.*first task at the barrier: ([0-9]+)", re.DOTALL)

@@ -156,3 +156,10 @@ def test_choices_of_buckets_are_kept():
 def test_a_damaged_choice_is_refused(state, why):
     with pytest.raises(Corrupt, match=why):
         BucketChoices().load(state)
+
+
+def test_other_buckets_are_the_way_out_of_a_damaged_choice():
+    damaged = {KEY: np.array([2.0])}
+    with pytest.raises(Corrupt, match="or with other buckets, such as one"):
+        XlaEngine(mesh={"data": 1}, buckets="auto").load_state_dict(damaged)
+    XlaEngine(mesh={"data": 1}, buckets="one").load_state_dict(damaged)

@@ -1,5 +1,6 @@
 """Training on many hosts: real processes, joined over loopback."""
 
+import io
 import json
 import os
 import shlex
@@ -8,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -385,6 +387,17 @@ def test_the_command_for_one_process_has_the_mesh_that_an_option_needs(monkeypat
             else " --mesh data=N (N devices of this machine)"
         )
         assert said.endswith(f"to go on without it: {command}{note}")
+
+
+def test_torn_lines_of_gloo_are_not_shown():
+    torn = (
+        b"[Gloo] Rank [Gloo] Rank 3 is connected to 3 peer ranks.\n"
+        b"2 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3\n"
+        b"epoch 1/1\n"
+    )
+    shown = io.BytesIO()
+    watching._relay(io.BytesIO(torn), shown, deque())
+    assert shown.getvalue() == b"epoch 1/1\n"
 
 
 def test_a_number_that_is_taken_twice_is_named():
