@@ -16,6 +16,7 @@ COMMAND = "triplane.unified_ir.cli"
 EXTRAS = {
     "triplane.unified_ir.engines.xla.": "triplane[xla]",
     "triplane.unified_ir.federated.study.cohort_scores": "triplane[xla]",
+    "triplane.unified_ir.federated.masking.": "triplane[device]",
 }
 """Packages and modules that need an extra, which their errors name."""
 

@@ -30,6 +30,8 @@ from triplane.cloud.identity.principals import Principals
 from triplane.cloud.identity.rights import PrincipalRole
 from triplane.cloud.registry import Push
 from triplane.cloud.server import running as cloud_of
+from triplane.cloud.trust import MetadataRepository
+from triplane.cloud.trust.signing import sign_plan_policy
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.federation_pb2_grpc import FederationStub
 from triplane.proto.identity import (
@@ -41,6 +43,8 @@ from triplane.proto.identity import (
 from triplane.proto.identity import (
     new_key as private_key,
 )
+from triplane.proto.plan_statement import PlanPolicy, PlanRule
+from triplane.proto.signed.trust import bootstrap
 from triplane.unified_ir import nn, optim, train
 from triplane.unified_ir.ir import TensorSpec
 
@@ -57,6 +61,8 @@ def furnished(folder: Path, side: int) -> Home:
     trainer.prepare(TensorSpec(("N", side), "float32"), TensorSpec(("N",), "int64"))
     trainer.export(("predict", "evaluate", "loss")).save(folder / "square.tpm")
     home = initialize(folder / "home", offline_keys=folder / "keys").home
+    policy = PlanPolicy({"square": PlanRule(("*",), ("*",))})
+    sign_plan_policy(MetadataRepository(home.metadata, home.keys), policy, folder / "keys")
 
     async def push() -> None:
         async with cloud_of(home) as cloud:
@@ -77,6 +83,7 @@ def let_in(home: Home, folder: Path, count: int, address: str) -> None:
         made = principals.admit_now(certificate_request(key), name, PrincipalRole.DEVICE)
         place = folder / f"{number}"
         place.mkdir(parents=True)
+        bootstrap(place / "trust", lambda _: (home.metadata / "1.root.json").read_bytes())
         IdentityFolder(place / "identity").save(
             authority=authority.pem, certificate=certificate_pem(made), key=key_pem(key),
             cloud=address,

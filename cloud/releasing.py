@@ -18,7 +18,7 @@ from triplane.cloud.trust import MetadataRepository
 from triplane.proto.errors import Conflict, InvalidInput, NotFound, TriplaneError
 from triplane.proto.federation_pb2 import Run
 from triplane.proto.fleet_pb2 import DeployRequest
-from triplane.proto.targets import AUTO
+from triplane.proto.signed_fields import AUTO
 
 logger = logging.getLogger(__name__)
 

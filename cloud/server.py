@@ -31,6 +31,7 @@ from triplane.cloud.dashboard import application
 from triplane.cloud.dashboard.live import CloudSource
 from triplane.cloud.dashboard.page import Page
 from triplane.cloud.federation.federation import Federation
+from triplane.cloud.federation.plan_signing import PlanSignatures
 from triplane.cloud.federation.servicer import FederationServicer
 from triplane.cloud.fleet.fleet import LiveFleet
 from triplane.cloud.fleet.node_peer import NodePeer
@@ -215,7 +216,7 @@ class Cloud:
         self.federation = Federation(
             self.database, self.blobs, self.registry, folder, strategies=self._home.strategies,
             send=self.sessions.send, may_release=partial(check_release, self.repository),
-            clock=self._clock,
+            signatures=PlanSignatures(self.repository, self.blobs), clock=self._clock,
         )  # fmt: skip
         self.releasing = Releasing(self.federation, self.fleet)
         self._stack.push_async_callback(self.federation.stop)
@@ -228,13 +229,23 @@ class Cloud:
         def publish() -> None:
             self.fleet.nudge()
             self.upkeep.note_publication()
+            self.federation.note_published()
 
         def published(_: str) -> None:
             # The repository calls from a worker thread, and the event loop owns fleet and upkeep.
             loop.call_soon_threadsafe(publish)
 
         self.repository.on_published(published)
-        self.fleet.on_report(self.upkeep.note_report)
+        self.fleet.on_report(
+            lambda name, report: self.upkeep.note_seen(
+                name, report.metadata_versions, report.metadata_sha256
+            )
+        )
+        self.federation.devices.on_offer(
+            lambda name, offer: self.upkeep.note_seen(
+                name, offer.metadata_versions, offer.metadata_sha256
+            )
+        )
         self.auth.on_revoked(self._revoked)
 
     def _revoked(self, name: str) -> None:

@@ -22,7 +22,6 @@ from triplane.cloud.trust.expiring import due
 from triplane.proto.blobs import BlobFolder
 from triplane.proto.disk import write_atomic
 from triplane.proto.errors import TriplaneError
-from triplane.proto.fleet_pb2 import Report
 from triplane.proto.identity import (
     IdentityFolder,
     certificate_of,
@@ -86,16 +85,20 @@ class MetadataUpkeep:
             except TriplaneError:
                 logger.exception("signatures were not recorded; the next publication tries again")
 
-    def note_report(self, name: str, report: Report) -> None:
-        """Raise metadata versions if a node has seen higher ones, since it rejects lower ones."""
-        seen, now_s = dict(report.metadata_versions), self._clock()
-        # A node that lies about versions could otherwise make the cloud sign all the time.
+    def note_seen(self, name: str, seen: Mapping[str, int], sha256: bytes) -> None:
+        """Raise metadata versions if a machine has seen higher ones, since it rejects lower ones.
+
+        seen: the versions by role; sha256: of its timestamp.
+        """
+        now_s = self._clock()
+        seen = {role: seen[role] for role in self._repository.versions() if role in seen}
+        # A machine that lies about versions could otherwise make the cloud sign all the time.
         if now_s - self._overtook_s < OVERTAKE_EVERY_S:
             return
-        if self._repository.is_behind(seen, report.metadata_sha256):
+        if self._repository.is_behind(seen, sha256):
             self._overtook_s = now_s
-            facts = {"node": name, "seen": seen, "ours": self._repository.versions()}
-            logger.warning("a node has seen newer metadata; was a backup restored?", extra=facts)
+            facts = {"machine": name, "seen": seen, "ours": self._repository.versions()}
+            logger.warning("a machine has seen newer metadata; was a backup restored?", extra=facts)
             self._tasks.spawn(self._overtake(name, seen), "numbers after a restore")
 
     async def _overtake(self, name: str, seen: Mapping[str, int]) -> None:

@@ -1,7 +1,7 @@
 """The device tier: a process or an application that learns from its own data and sends changes.
 
-What leaves is an update of shared tensors, compressed as the run asks, and scores. The cloud
-chooses the plan that computes them, so it can learn samples: docs/privacy.md.
+What leaves is an update of shared tensors, compressed as the run asks, and scores. A signed plan
+computes them; what the cloud can still learn of samples is in docs/privacy.md.
 Importing this package imports nothing of weight; `FederatedClient` brings onnxruntime and grpc.
 """
 

@@ -31,6 +31,7 @@ from triplane.device.child_executor import (
 )
 from triplane.device.home import DeviceHome, DeviceSettings
 from triplane.device.samples import shard_of
+from triplane.device.signed_plans import verified_apart
 from triplane.device.stopping import StopToken, Withdrawn
 from triplane.device.task_runner import InProcessExecutor
 from triplane.device.tasks import Blob, work_set_of
@@ -88,7 +89,8 @@ def main(argv: list[str]) -> None:
             form=settings.form,
         )  # fmt: skip
         app = load_app(arguments["app"]) if arguments["app"] else None
-        runner = InProcessExecutor(home, shard, settings, app)
+        verify = verified_apart(home, by_people=settings.plans_by_people)
+        runner = InProcessExecutor(home, shard, settings, app, verify)
         give_back_code()
         # Last, so that the limit does not count samples and libraries.
         _limit_memory(settings.max_memory_bytes)

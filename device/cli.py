@@ -10,6 +10,7 @@ from triplane.unified_ir.cli.machines import (
     home_option,
     log_level_option,
     ready_option,
+    root_option,
     token_options,
 )
 from triplane.unified_ir.cli.shell import Tier, json_option, open_output, option
@@ -70,19 +71,30 @@ def device() -> None:
 
 @device.command(epilog=ENROL_EXAMPLE, params=[*SAMPLE_OPTIONS])
 @token_options
+@root_option("device")
 @device_home
 @json_option
-def enrol(*, token_text: str, address: str, home: Path, as_json: bool, **options: Any) -> None:
+def enrol(
+    *,
+    token_text: str,
+    address: str,
+    root: Path | None,
+    home: Path,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Make this machine a device: create its key here and get a certificate for TOKEN.
 
     It can be repeated with the same token after an interruption. The options for samples and
-    population become the defaults of `run`.
+    population become the defaults of `run`. --root protects against a cloud that is compromised
+    already.
     """
     from triplane.device.enrolling import enrol as enrol_at
     from triplane.device.home import DeviceHome
 
     place = DeviceHome(home)
-    name = enrol_at(place, place.settings.but(**_samples(options)), token_text, address).name
+    settings = place.settings.but(**_samples(options))
+    name = enrol_at(place, settings, token_text, address, root).name
     record = {"name": name, "home": str(place.path), "cloud": place.identity.cloud}
     text = f"{name}: enrolled in {place.path}; now: triplane device run --home {place.path}"
     open_output(as_json).result(record, text)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from triplane.device.enrolling import enrol
 from triplane.device.home import DEFAULT_HOME, DeviceHome, DeviceSettings, SessionNote
 from triplane.device.samples import Source, shard_of
+from triplane.device.signed_plans import note_metadata
 from triplane.device.stopping import StopToken, TaskExpired, Withdrawn
 from triplane.device.tasks import MAX_REASON_CHARS, Task, WorkSet, work_set_of
 from triplane.proto import federation_pb2 as pb
@@ -143,13 +144,13 @@ class FederatedClient:
         self._home.require_enrolled()
         return self._home.enrolled.name
 
-    def enrol(self, token: str, cloud: str) -> str:
+    def enrol(self, token: str, cloud: str, *, root: Path | None = None) -> str:
         """Become a device of the cloud whose enrolment port is at `cloud`.
 
         Return the name of the device; see `enrolling.enrol`. The key is generated here and never
         leaves the home.
         """
-        return enrol(self._home, self.settings, token, cloud).name
+        return enrol(self._home, self.settings, token, cloud, root).name
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Take part in runs until `stop`. Call it from one thread. ready: called at its begin."""
@@ -274,7 +275,7 @@ class _Working:
             lambda: connect_aio(home.identity),
             self._on_message,
             software=SOFTWARE,
-            greeting=lambda: self._offered,
+            greeting=self._greeting,
         )
         self._work_set = self._settled = _UNKNOWN_WORK
         self._changed = asyncio.Event()
@@ -310,6 +311,13 @@ class _Working:
             async with self._runner_free:
                 self._runner.close()
                 logger.info("device stopped", extra={"device": self._name})
+
+    def _greeting(self) -> pb.Offer:
+        """Return the offer, with the metadata that was verified until now."""
+        offer = pb.Offer()
+        offer.CopyFrom(self._offered)
+        note_metadata(self._home, offer)
+        return offer
 
     def stop(self) -> None:
         """End the run; from any thread."""

@@ -2,7 +2,8 @@
 
 identity/      key and certificate          plans/     plans and states by SHA-256
 personal/      what never leaves            pending/   updates that were not settled yet
-device.json    settings                     lock       held by the one process that uses it
+trust/         signed metadata              lock       held by the one process that uses it
+device.json    settings
 """
 
 import contextlib
@@ -22,6 +23,7 @@ from typing import Any, BinaryIO, Final
 from triplane.proto.disk import OS_DISK, AppendFile, lock_file, write_atomic
 from triplane.proto.errors import Conflict, InvalidInput, Unavailable
 from triplane.proto.machine_home import MachineHome
+from triplane.proto.plan_statement import Least
 from triplane.unified_ir.federated.core.defaults import HELD_OUT
 
 DEFAULT_HOME: Final = "~/.triplane/device"
@@ -31,6 +33,8 @@ POPULATION: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 RENEWAL_S: Final = 60.0
 CHILD_ENDS_S: Final = 10.0
 """Longest wait for the child of a killed device to end."""
+BOOTSTRAP: Final = "bootstrap.json"
+"""The first root, as `proto/signed/trust.py` stores it; it is not imported here for its size."""
 TEMPORARY: Final = ".*.tmp"
 """Pattern of temporary files, which a killed process may leave."""
 FORM: Final[Mapping[str, str]] = {
@@ -53,6 +57,9 @@ class DeviceSettings:
     max_disk_bytes: limit for all plans and states; max_blob_bytes: limit for each of them.
     max_memory_bytes, max_cpu_s: limits of one task beyond what the process takes without it, 0 for
     none; they apply if tasks run in a child process. max_cpu_s limits the sum over all threads.
+    least_devices, least_batch, least_steps: smallest rounds that the device takes part in, beyond
+    what a plan's signature demands. algorithms: the only ones that it runs, if there are any.
+    plans_by_people: run no plan that only the cloud's key has signed, within the policy.
     """
 
     population: str = "default"
@@ -65,9 +72,14 @@ class DeviceSettings:
     max_blob_bytes: int = 1 << 30
     max_memory_bytes: int = 4 << 30
     max_cpu_s: float = 3600.0 * (os.cpu_count() or 1)
+    least_devices: int = 1
+    least_batch: int = 1
+    least_steps: int = 1
+    algorithms: tuple[str, ...] = ()
+    plans_by_people: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("x", "y"):
+        for name in ("x", "y", "algorithms"):
             choices = getattr(self, name)
             if isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
                 object.__setattr__(self, name, tuple(choices))  # JSON has lists
@@ -89,8 +101,14 @@ class DeviceSettings:
                 "max_memory_bytes and max_cpu_s are positive, or 0 for no limit, got "
                 f"{self.max_memory_bytes} and {self.max_cpu_s}"
             )
+        _ = self.least  # raises InvalidInput
         if not (math.isfinite(self.held_out) and 0 <= self.held_out < 1):
             raise InvalidInput(f"held_out must be a share in [0, 1), got {self.held_out}")
+
+    @property
+    def least(self) -> Least:
+        """The smallest round that the device takes part in."""
+        return Least(self.least_devices, self.least_batch, self.least_steps)
 
     def but(
         self,
@@ -166,12 +184,18 @@ class DeviceHome(MachineHome[DeviceSettings]):
         self.personal = self.path / "personal"
         self.pending = self.path / "pending"
         self.model = self.personal / "model"
+        self.trust = self.path / "trust"
         self.enrolled_file = self.path / "enrolled.json"
         self.session_file = self.path / "session.json"
 
     def make(self) -> None:
         """Make the folders; only this user may enter."""
-        self.make_folders(self.plans, self.personal, self.pending)
+        self.make_folders(self.plans, self.personal, self.pending, self.trust)
+
+    @property
+    def has_root(self) -> bool:
+        """Whether the home has a first root of signed metadata, from its enrolment."""
+        return (self.trust / BOOTSTRAP).is_file()
 
     @property
     def enrolled(self) -> DeviceIdentity:
@@ -278,7 +302,8 @@ class DeviceHome(MachineHome[DeviceSettings]):
         killed process had not synced are synced here; otherwise a power cut might damage it.
         """
         unfinished = [*self.pending.glob("*.new")]
-        for folder in (self.path, self.personal, self.pending):
+        folders = (self.path, self.personal, self.pending, self.trust, self.trust / "metadata")
+        for folder in folders:
             unfinished += folder.glob(TEMPORARY)
         for path in self.pending.glob("*.out"):
             unfinished += [path] if not path.with_suffix(".update").exists() else []

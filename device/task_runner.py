@@ -28,6 +28,7 @@ from triplane.device.memory import (
     unsettled,
 )
 from triplane.device.model import SHARED, DeviceModel, ModelChoice
+from triplane.device.signed_plans import SignedPlans, Verify, verified_here
 from triplane.device.stopping import StopToken
 from triplane.device.tasks import MAX_REASON_CHARS, Blob, Task, WorkSet
 from triplane.proto import federation_pb2 as pb
@@ -78,7 +79,8 @@ class StoppablePlan:
 class TaskRunner:
     """Runs the tasks of a device. One thread at a time uses it, for `do` or `settle`.
 
-    channel: opens a channel to the cloud, or returns the open one. app: the owner's `ClientApp`.
+    channel: opens a channel to the cloud, or returns the open one. verify: looks a plan up in
+    signed metadata. app: the owner's `ClientApp`.
     """
 
     def __init__(
@@ -87,9 +89,11 @@ class TaskRunner:
         shard: Shard,
         settings: DeviceSettings,
         channel: Callable[[], grpc.Channel],
+        verify: Verify,
         app: Any = None,
     ) -> None:
         self._home, self._samples, self._settings = home, shard, settings
+        self._signed = SignedPlans(settings, verify)
         self._shard = shard  # as the present plan takes it
         self._channel, self._app = channel, app
         self._blobs = BlobFolder(home.plans, max_bytes=settings.max_blob_bytes)
@@ -149,6 +153,8 @@ class TaskRunner:
             raise Conflict("this device has no ClientApp; its owner gives it one (--app)")
         wanted |= {task.plan.sha256, task.state.sha256}
         path = self._fetch(task.plan, self._blobs, wanted, stop)
+        # Before anything in the plan is used, or any other file is fetched for it.
+        statement = self._signed.require(task, path)
         if not task.inline_state or task.message is not None:
             self._fetch(task.state, self._states, wanted, stop)
         if task.message is not None:
@@ -156,6 +162,7 @@ class TaskRunner:
                 task, path, task.message, wanted | {task.message.sha256}, stop
             )
         plan = self._plan_of(task, path)
+        self._signed.check(statement, plan, task, self._shard)
         self._assign(plan, task)
         try:
             return (self.learn if task.kind == "learn" else self.score)(plan, task, stop)
@@ -360,8 +367,18 @@ class InProcessExecutor(TaskRunner):
     Any thread may call `interrupt` and `close`.
     """
 
-    def __init__(self, home: DeviceHome, shard: Shard, settings: DeviceSettings, app: Any) -> None:
-        super().__init__(home, shard, settings, self._open, app)
+    def __init__(
+        self,
+        home: DeviceHome,
+        shard: Shard,
+        settings: DeviceSettings,
+        app: Any,
+        verify: Verify | None = None,
+    ) -> None:
+        """Take the way to look plans up; by default it is done in this process."""
+        if verify is None:
+            verify = verified_here(home, self._open, by_people=settings.plans_by_people)
+        super().__init__(home, shard, settings, self._open, verify, app)
         self._identity = home.identity
         self._open_channel: grpc.Channel | None = None
         self._lock = threading.Lock()

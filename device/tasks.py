@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import InvalidInput
+from triplane.proto.plan_statement import MAX_LEAST
 from triplane.unified_ir.federated.core.compress import Compressor
 from triplane.unified_ir.federated.core.files import INLINE_BYTES
 from triplane.unified_ir.federated.core.learn import MAX_STEPS, Work
@@ -44,7 +45,8 @@ class Task:
     clock of `work_set_of`'s `now_s`. steps: number of steps of adaptation. message: the message for
     this device's own app.
     inline_state: the verified bytes of the state, if they came with the task. inline_bytes: largest
-    update that is sent within its contribution. document: the message that it was parsed from.
+    update that is sent within its contribution. cohort: fewest updates of which the next state is
+    computed, as the cloud says; 0 if it does not. document: the message that it was parsed from.
     """
 
     kind: str
@@ -59,6 +61,7 @@ class Task:
     message: Blob | None = None
     inline_state: bytes = b""
     inline_bytes: int = 0
+    cohort: int = 0
     document: pb.Task = field(default_factory=pb.Task, repr=False, compare=False)
 
     def contribution(self, **outcome: Any) -> pb.Contribution:
@@ -131,6 +134,7 @@ def _task(message: pb.Task, device: str, max_blob_bytes: int, now_s: float) -> T
         inline_state=_inline_state(message),
         # The cloud may ask for more than this device puts into one message of the session.
         inline_bytes=min(message.inline_bytes, INLINE_BYTES),
+        cohort=min(message.cohort, MAX_LEAST),
         document=message,
     )
     return KINDS[kind](task, message, max_blob_bytes)

@@ -13,6 +13,7 @@ from triplane.unified_ir.cli.machines import (
     home_option,
     log_level_option,
     ready_option,
+    root_option,
     token_options,
 )
 from triplane.unified_ir.cli.shell import EXIT_CODES, Tier, json_option, open_output
@@ -125,11 +126,7 @@ which get the size of the model that serves here. Names of classes get the numbe
 @edge.command(epilog=ENROL_EXAMPLE, short_help="Make this machine a node, with a token.")
 @token_options
 @node_home
-@click.option(
-    "--root", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="root.json",
-    help="A copy of root.json from the folder of the offline keys, brought here by hand. The "
-    "node then accepts only metadata that follows from it.  [default: the cloud's own]",
-)  # fmt: skip
+@root_option("node")
 @address_options
 @device_option
 @click.option(

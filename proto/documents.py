@@ -12,7 +12,7 @@ from typing import Final
 
 from triplane.proto.errors import InvalidInput
 from triplane.proto.fleet_pb2 import Assignment, Desired
-from triplane.proto.targets import NAME
+from triplane.proto.signed_fields import NAME
 
 MAX_MODELS: Final = 64
 """Models of one node: in a document's assignments and in a report."""

@@ -778,12 +778,34 @@ class Offer(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class MetadataVersionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     POPULATION_FIELD_NUMBER: _builtins.int
     EXAMPLES_FIELD_NUMBER: _builtins.int
     HELD_OUT_FIELD_NUMBER: _builtins.int
     SOFTWARE_FIELD_NUMBER: _builtins.int
     APP_FIELD_NUMBER: _builtins.int
     WAITS_FIELD_NUMBER: _builtins.int
+    METADATA_VERSIONS_FIELD_NUMBER: _builtins.int
+    METADATA_SHA256_FIELD_NUMBER: _builtins.int
     population: _builtins.str
     examples: _builtins.int
     held_out: _builtins.int
@@ -795,6 +817,13 @@ class Offer(_message.Message):
     """Why it cannot work at the moment and tries again, such as a full disk; empty if it can. For
     people only: it is shown while the stream is open, and not stored.
     """
+    metadata_sha256: _builtins.bytes
+    @_builtins.property
+    def metadata_versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """The newest version of each role's signed metadata that the device has verified, and the SHA-256
+        of its timestamp; see Report in fleet.proto.
+        """
+
     def __init__(
         self,
         *,
@@ -804,10 +833,12 @@ class Offer(_message.Message):
         software: _builtins.str = ...,
         app: _builtins.bool = ...,
         waits: _builtins.str = ...,
+        metadata_versions: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        metadata_sha256: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["app", b"app", "examples", b"examples", "held_out", b"held_out", "population", b"population", "software", b"software", "waits", b"waits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["app", b"app", "examples", b"examples", "held_out", b"held_out", "metadata_sha256", b"metadata_sha256", "metadata_versions", b"metadata_versions", "population", b"population", "software", b"software", "waits", b"waits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -866,6 +897,7 @@ class Task(_message.Message):
     FLOWER_FIELD_NUMBER: _builtins.int
     INLINE_STATE_FIELD_NUMBER: _builtins.int
     INLINE_BYTES_FIELD_NUMBER: _builtins.int
+    COHORT_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     round: _builtins.int
     lease: _builtins.bytes
@@ -877,6 +909,8 @@ class Task(_message.Message):
     """The bytes of `state` if it is small; otherwise it is downloaded."""
     inline_bytes: _builtins.int
     """Largest update, in bytes, that is sent in its contribution; 0: every update is uploaded."""
+    cohort: _builtins.int
+    """Fewest updates of which the next state is computed; 0 from clouds of earlier releases."""
     @_builtins.property
     def plan(self) -> Global___Blob:
         """A plan file, the same for the whole run."""
@@ -915,10 +949,11 @@ class Task(_message.Message):
         flower: Global___Blob | None = ...,
         inline_state: _builtins.bytes = ...,
         inline_bytes: _builtins.int = ...,
+        cohort: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["evaluate", b"evaluate", "flower", b"flower", "learn", b"learn", "plan", b"plan", "sampling", b"sampling", "state", b"state", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "evaluate", b"evaluate", "flower", b"flower", "inline_bytes", b"inline_bytes", "inline_state", b"inline_state", "learn", b"learn", "lease", b"lease", "plan", b"plan", "round", b"round", "run", b"run", "sampling", b"sampling", "seed", b"seed", "state", b"state", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cohort", b"cohort", "deadline_s", b"deadline_s", "evaluate", b"evaluate", "flower", b"flower", "inline_bytes", b"inline_bytes", "inline_state", b"inline_state", "learn", b"learn", "lease", b"lease", "plan", b"plan", "round", b"round", "run", b"run", "sampling", b"sampling", "seed", b"seed", "state", b"state", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_work: _TypeAlias = _typing.Literal["learn", "evaluate", "flower"]  # noqa: Y015
     _WhichOneofArgType_work: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015

@@ -13,11 +13,18 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from triplane.proto.errors import Corrupt, InvalidInput
+from triplane.proto.plan_statement import PlanName, PlanStatement, is_plan
+from triplane.proto.signed_fields import (
+    AUTO,
+    NAME,
+    RELEASE,
+    is_hex_digest,
+    parse_policy,
+    shown,
+)
 
-NAME: Final = r"[a-z0-9][a-z0-9._-]{0,62}"
-RELEASE: Final = "release"
-AUTO: Final = "auto"
 ROLES: Final = (RELEASE, AUTO)
+"""Roles that sign bundles."""
 POLICY_PATH: Final = "policy.json"
 METRICS: Final = ("accuracy",)
 MAX_TARGET_BYTES: Final = 1 << 40
@@ -28,7 +35,6 @@ SHARE_BITS: Final = 53
 
 _BUNDLE: Final = re.compile(rf"(release|auto)/({NAME})@([1-9][0-9]{{0,8}})\+({NAME})\.bundle")
 _GOLDEN: Final = re.compile(rf"golden/{NAME}")
-_HEX: Final = re.compile(r"[0-9a-f]{64}")
 _CUSTOM: Final = {"model", "version", "target", "model_digest", "content_digest"}
 _RULE: Final = {"share", "golden", "metric", "floor"}
 
@@ -63,7 +69,7 @@ class SignedTarget:
     """The signed metadata of one file.
 
     custom: for a bundle, the strings model, target, model_digest and content_digest (hexadecimal)
-    and the integer version; empty for other targets.
+    and the integer version; for a plan, see `PlanStatement`; empty for other targets.
     """
 
     path: str
@@ -75,6 +81,11 @@ class SignedTarget:
     def name(self) -> TargetName:
         """The parts of the path. InvalidInput if the target is not a bundle."""
         return TargetName.parse(self.path)
+
+    @property
+    def statement(self) -> PlanStatement:
+        """What was signed about a plan. InvalidInput if the target is not a plan."""
+        return PlanStatement.read(self.path, self.custom)
 
 
 def bundle_target(
@@ -91,6 +102,12 @@ def bundle_target(
     return read_target(str(name), length, {"sha256": sha256.hex()}, custom)
 
 
+def plan_target(role: str, statement: PlanStatement, *, length: int, sha256: bytes) -> SignedTarget:
+    """Return the target of a plan; its fields are checked as by `read_target`."""
+    path = str(PlanName(role, statement.digest))
+    return read_target(path, length, {"sha256": sha256.hex()}, statement.custom())
+
+
 def read_target(path: str, length: Any, hashes: Mapping[str, Any], custom: Any) -> SignedTarget:
     """Read one entry of targets metadata. Corrupt if it is incomplete or contradicts its path.
 
@@ -98,21 +115,24 @@ def read_target(path: str, length: Any, hashes: Mapping[str, Any], custom: Any) 
     """
     # Not isinstance: `true` in JSON is a bool, which Python counts as an int.
     if type(length) is not int or not 0 < length <= MAX_TARGET_BYTES:
-        raise Corrupt(f"{path}: a length is 1 to {MAX_TARGET_BYTES} bytes, got {_shown(length)}")
+        raise Corrupt(f"{path}: a length is 1 to {MAX_TARGET_BYTES} bytes, got {shown(length)}")
     digest = hashes.get("sha256")
-    if set(hashes) != {"sha256"} or not _is_hex(digest):
-        raise Corrupt(f"{path}: a target has one hash, SHA-256, got {_shown(dict(hashes))}")
+    if set(hashes) != {"sha256"} or not is_hex_digest(digest):
+        raise Corrupt(f"{path}: a target has one hash, SHA-256, got {shown(dict(hashes))}")
+    if is_plan(path):
+        PlanStatement.read(path, custom)
+        return SignedTarget(path, length, bytes.fromhex(str(digest)), dict(custom))
     if not path.startswith(tuple(f"{role}/" for role in ROLES)):
         return SignedTarget(path, length, bytes.fromhex(str(digest)), {})
     name = TargetName.parse(path)
     expected = {"model": name.model, "version": name.version, "target": name.target}
     if not isinstance(custom, dict) or set(custom) != _CUSTOM:
-        raise Corrupt(f"{path}: custom fields are {sorted(_CUSTOM)}, got {_shown(custom)}")
+        raise Corrupt(f"{path}: custom fields are {sorted(_CUSTOM)}, got {shown(custom)}")
     digests = custom["model_digest"], custom["content_digest"]
     # Types are compared, too, because 1 == True and 1 == 1.0.
     contradicts = any(type(custom[k]) is not type(v) or custom[k] != v for k, v in expected.items())
-    if contradicts or not all(map(_is_hex, digests)):
-        raise Corrupt(f"{path}: custom fields contradict the path: {_shown(custom)}")
+    if contradicts or not all(map(is_hex_digest, digests)):
+        raise Corrupt(f"{path}: custom fields contradict the path: {shown(custom)}")
     return SignedTarget(path, length, bytes.fromhex(str(digest)), dict(custom))
 
 
@@ -148,20 +168,9 @@ class Policy:
     @classmethod
     def parse(cls, text: str) -> "Policy":
         """Read a policy; InvalidInput names the model and the field that breaks a rule."""
-        if len(text.encode(errors="replace")) > MAX_POLICY_BYTES:
-            raise InvalidInput(f"a policy is at most {MAX_POLICY_BYTES} bytes of JSON")
-        try:
-            # JSON parsers differ in which of two equal keys they take, so equal keys are refused.
-            document = json.loads(text, object_pairs_hook=_once)
-        except (ValueError, RecursionError) as error:
-            raise InvalidInput(f"a policy is a JSON object: {error}") from error
-        if not isinstance(document, dict) or set(document) != {"format", "models"}:
-            raise InvalidInput('a policy is {"format": 1, "models": {NAME: RULE, ...}}')
-        if type(document["format"]) is not int or document["format"] != 1:
-            raise InvalidInput(f"a policy has format 1, got {_shown(document['format'])}")
-        models = document["models"]
-        if not isinstance(models, dict) or len(models) > MAX_POLICY_MODELS:
-            raise InvalidInput(f"a policy has at most {MAX_POLICY_MODELS} models, by name")
+        models = parse_policy(
+            text, "a policy", max_bytes=MAX_POLICY_BYTES, max_models=MAX_POLICY_MODELS
+        )
         return cls({model: _rule(model, rule) for model, rule in models.items()})
 
 
@@ -179,36 +188,19 @@ def in_share(node: str, model: str, share: float) -> bool:
 
 
 def _rule(model: str, fields: Any) -> Rule:
-    if not re.fullmatch(NAME, model):
-        raise InvalidInput(f"policy: a model's name matches {NAME}, got {_shown(model)}")
     if not isinstance(fields, dict) or set(fields) != _RULE:
-        raise InvalidInput(f"policy of {model}: a rule has {sorted(_RULE)}, got {_shown(fields)}")
+        raise InvalidInput(f"policy of {model}: a rule has {sorted(_RULE)}, got {shown(fields)}")
     share, golden, metric, floor = (fields[k] for k in ("share", "golden", "metric", "floor"))
     if not _is_share(share):
-        raise InvalidInput(f"policy of {model}: share is 0 to 1, got {_shown(share)}")
+        raise InvalidInput(f"policy of {model}: share is 0 to 1, got {shown(share)}")
     if not isinstance(golden, str) or not _GOLDEN.fullmatch(golden):
-        raise InvalidInput(f"policy of {model}: golden is golden/NAME, got {_shown(golden)}")
+        raise InvalidInput(f"policy of {model}: golden is golden/NAME, got {shown(golden)}")
     if metric not in METRICS:
-        raise InvalidInput(f"policy of {model}: metric is one of {METRICS}, got {_shown(metric)}")
+        raise InvalidInput(f"policy of {model}: metric is one of {METRICS}, got {shown(metric)}")
     if not _is_share(floor):
-        raise InvalidInput(f"policy of {model}: floor is 0 to 1, got {_shown(floor)}")
+        raise InvalidInput(f"policy of {model}: floor is 0 to 1, got {shown(floor)}")
     return Rule(float(share), golden, metric, float(floor))
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        raise ValueError(f"a key is repeated in {sorted(key for key, _ in pairs)}")
-    return fields
 
 
 def _is_share(x: Any) -> bool:
     return type(x) in {int, float} and 0 <= x <= 1
-
-
-def _is_hex(x: Any) -> bool:
-    return isinstance(x, str) and _HEX.fullmatch(x) is not None
-
-
-def _shown(x: Any) -> str:
-    return repr(x)[:200]

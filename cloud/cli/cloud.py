@@ -17,7 +17,7 @@ from triplane.cloud.cli.connection import (
     print_answer,
 )
 from triplane.cloud.cli.keys import command as keys_command
-from triplane.cloud.cli.options import DURATION, LABEL, SHARE, example, keys_option
+from triplane.cloud.cli.options import DURATION, LABEL, SHARE, example, keys_option, least_option
 from triplane.proto.logs import quiet_grpc
 from triplane.unified_ir.cli.shell import SECRET, json_option, open_output
 
@@ -76,6 +76,19 @@ Example, with the offline folder plugged in:
 A model that is retrained every night needs no signature for each version once a person has signed
 what is good enough. Each node measures a version on these samples before it serves it. An intruder
 in the cloud cannot change the samples, the floor or the share.
+"""
+
+
+PLANS_EPILOG = """\b
+Examples, with the offline folder plugged in:
+  triplane cloud policy set-plans digits --keys DIR
+  triplane cloud policy set-plans digits --algorithm fedavg --least-devices 10 --keys DIR
+  triplane cloud policy set-plans digits --tensors '*.weight' --tensors '*.bias' --keys DIR
+
+\b
+Devices run no plan without a signature. Under this policy the cloud's own key signs the plans of
+runs of MODEL, and no person needs to sign each (triplane federate sign). An intruder in the cloud
+can sign as well, but cannot change the policy: choose the tensors and the sizes accordingly.
 """
 
 
@@ -292,9 +305,10 @@ def operator(*, name: str, home: Path, folder: Path, as_json: bool) -> None:
 
 @command.group("policy")
 def policy() -> None:
-    """Set what the cloud may release without a person.
+    """Set what the cloud may release and sign without a person.
 
-    The policy is signed offline, and every node applies it.
+    The policies are signed offline. Every node applies the one for releases, every device the one
+    for plans.
     """
 
 
@@ -303,7 +317,8 @@ def policy() -> None:
 def policy_show(cloud: Calls) -> Answer:
     """Show the models that may be released automatically.
 
-    Each is listed with its share of nodes and the accuracy that it must reach.
+    Each is listed with its share of nodes and the accuracy that it must reach. Below them are the
+    models whose plans the cloud may sign, with the smallest round and the tensors that may leave.
     """
     from triplane.cloud.cli.policies import describe_policy
 
@@ -348,6 +363,48 @@ def policy_remove(cloud: Calls, *, model: str, keys: Path) -> Answer:
     from triplane.cloud.cli.policies import forbid
 
     return forbid(cloud, model=model, keys=keys)
+
+
+@policy.command("set-plans", epilog=PLANS_EPILOG)
+@click.argument("model", metavar="MODEL[@VERSION|@ALIAS]")
+@click.option(
+    "--algorithm", "algorithms", multiple=True, metavar="PATTERN",
+    help="Algorithms that the plans may have, such as fedavg or maml*; repeatable.  "
+    "[default: all]",
+)  # fmt: skip
+@click.option(
+    "--tensors", multiple=True, metavar="PATTERN",
+    help="Names of tensors that may leave a device, * for any characters; repeatable.  "
+    "[default: of the version, its parameters and the statistics of batch normalization]",
+)  # fmt: skip
+@least_option("devices", "Fewest updates of which a round computes the next state.", 2)
+@least_option("batch", "Fewest samples in a step of a device.", 2)
+@least_option("steps", "Fewest steps of a device in a round.", 1)
+@keys_option()
+@calls_cloud
+def policy_set_plans(cloud: Calls, **options: Any) -> Answer:
+    """Let the cloud sign plans of MODEL by itself, within bounds.
+
+    Plans are what devices run in federated learning.
+    Devices enforce these bounds themselves.
+    """
+    from triplane.cloud.cli.plan_policies import allow_plans
+
+    return allow_plans(cloud, **options)
+
+
+@policy.command(
+    "remove-plans",
+    epilog=example("cloud policy remove-plans digits --keys /media/usb/triplane-keys"),
+)
+@click.argument("model")
+@keys_option()
+@calls_cloud
+def policy_remove_plans(cloud: Calls, *, model: str, keys: Path) -> Answer:
+    """Let only people sign training plans of MODEL."""
+    from triplane.cloud.cli.plan_policies import forbid_plans
+
+    return forbid_plans(cloud, model=model, keys=keys)
 
 
 @command.command("revoke", epilog=example("cloud revoke camera-7 --reason stolen"))

@@ -16,7 +16,15 @@ from triplane.cloud.cli.connection import (
     print_answer,
     repeated,
 )
-from triplane.cloud.cli.options import DURATION, MAX_COUNT, MAX_NUMBER, example
+from triplane.cloud.cli.options import (
+    DIGEST,
+    DURATION,
+    MAX_COUNT,
+    MAX_NUMBER,
+    example,
+    keys_option,
+    least_option,
+)
 from triplane.cloud.cli.strategies import SHARE, simulate, strategy_options
 from triplane.unified_ir.cli.algorithms import NAMES, AlgorithmCommand
 from triplane.unified_ir.federated.core import defaults
@@ -51,6 +59,20 @@ Options that you leave unset have the cloud's defaults, which the answer shows t
 Simulations (triplane federate simulate) have the same defaults.
 Ctrl-C closes the table and does not stop the run.
 Exit codes: 0 done (or begun, with --detach); 4 stopped or failed.
+"""
+
+SIGN_EPILOG = """\b
+Example, on a machine other than the cloud's, with the offline folder plugged in:
+  triplane federate sign last --keys /media/usb/triplane-keys --identity ~/signer
+
+\b
+What happens: the model file is downloaded and verified, the training plan is made of it on this
+machine, and its digest is signed together with the names of the tensors that may leave a device and
+the smallest round in which it may run. The run goes on if the cloud made the same plan. Later runs
+with the same model, algorithm and rates need no new signature.
+The comparison proves that the plan was made of this model file. Whether that is the model you
+trained, only you can tell: --model-digest refuses any other.
+If the role plans needs several signatures, each signer runs this command with the same options.
 """
 
 RUN: Final = click.argument("run_id", metavar="RUN", default="last")
@@ -244,6 +266,27 @@ def watch(cloud: Calls, *, run_id: str) -> Answer:
 
     run = cloud.federation.GetRun(GetRunRequest(id=run_id))
     return watch_to_end(watchable(cloud, run.id), run, as_json=cloud.output.as_json)
+
+
+@command.command("sign", epilog=SIGN_EPILOG)
+@RUN
+@keys_option()
+@least_option("devices", "Fewest updates of which a round computes the next state.", "the run's")
+@least_option("batch", "Fewest samples in a step of a device.", "2")
+@least_option("steps", "Fewest steps of a device in a round.", "the run's")
+@click.option(
+    "--model-digest", type=DIGEST, default="", metavar="HEX",
+    help="Root digest of the model file that you reviewed; a plan of another file is not signed.",
+)  # fmt: skip
+@calls_cloud
+def sign(cloud: Calls, **options: Any) -> Answer:
+    """Sign the plan of a run, after making it again here.
+
+    Devices run a plan only with the signatures of the role plans, or within the policy for plans.
+    """
+    from triplane.cloud.cli.plan_policies import sign_run
+
+    return sign_run(cloud, **options)
 
 
 @command.command("stop", epilog=example('federate stop last --reason "wrong population"'))

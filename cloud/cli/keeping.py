@@ -16,21 +16,21 @@ from triplane.cloud.trust.initial import TRUSTED_ROOT
 from triplane.cloud.trust.keys import KeyFolder, read_public
 from triplane.cloud.trust.repository import MAX_OVERTAKEN, Submitted
 from triplane.cloud.trust.roles import DAY_S, ROLES, TOP
-from triplane.cloud.trust.rotating import Lists, rotate
+from triplane.cloud.trust.rotating import LISTING, Lists, rotate
 from triplane.cloud.trust.signing import renew, replace_keys, trusted_root
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.proto.identity import check_name
 
 ROOT_RENEWED_S: Final = 365 * DAY_S
 KEY_CHARS: Final = 12
-RENEWED: Final = ("targets", "release", "root")
+RENEWED: Final = ("targets", "release", "plans", "root")
 
 
 def expiries_of(remote: Remote) -> dict[str, float]:
     """Return when each role's published metadata expires, as the cloud reports it."""
     # Starts from the cloud's own root: good enough to display dates, never to sign.
     chain = read(remote.get, newest_root(remote.get, remote.get(TRUSTED_ROOT)))
-    return {role: chain.roles[role].signed.expires.timestamp() for role in ROLES}
+    return {role: m.signed.expires.timestamp() for role, m in chain.roles.items()}
 
 
 def describe_roles(cloud: Calls, folder: Path | None) -> tuple[dict[str, Any], str]:
@@ -39,7 +39,7 @@ def describe_roles(cloud: Calls, folder: Path | None) -> tuple[dict[str, Any], s
         first = trusted_root(folder) if folder else remote.get(TRUSTED_ROOT)
         chain = read(remote.get, newest_root(remote.get, first))
     here = set(KeyFolder(folder).signers()) if folder else set()
-    roles = [_role(chain, role, here) for role in ROLES]
+    roles = [_role(chain, role, here) for role in ROLES if role in chain.roles]
     headings = ("ROLE", "KEPT", "SIGNERS", "VERSION", "SIGNED", "CONTENT", "ENDS", "KEYS")
     return {"roles": roles}, table(headings, [_row(role) for role in roles])
 
@@ -107,7 +107,8 @@ def renew_roles(
 
 def _due(remote: Remote) -> list[str]:
     root_is_due = expiries_of(remote)["root"] - time.time() < ROOT_RENEWED_S
-    return [role for role in RENEWED if role != "root" or root_is_due]
+    known = expiries_of(remote).keys()  # an older cloud's metadata has no role plans
+    return [role for role in RENEWED if role in known and (role != "root" or root_is_due)]
 
 
 def _renew_past(remote: Remote, role: str, keys: Path, past: int) -> Submitted:
@@ -185,7 +186,8 @@ def _new_key(folder: Path, role: str) -> Path:
 def _keyids(remote: Remote, role: str) -> list[str]:
     """Return the role's key ids as the cloud reports them; signing verifies them."""
     chain = read(remote.get, newest_root(remote.get, remote.get(TRUSTED_ROOT)))
-    return list(chain.delegator(role).get_delegated_role(role).keyids)
+    named = chain.is_named(role)
+    return list(chain.delegator(role).get_delegated_role(role).keyids) if named else []
 
 
 def _rotated_text(record: dict[str, Any], folder: Path, named: Submitted) -> str:
@@ -196,7 +198,7 @@ def _rotated_text(record: dict[str, Any], folder: Path, named: Submitted) -> str
         files = " ".join(f"--public {file}" for file in record["public"])
         return f"{role} will have the keys {keys}: {_signatures_text(named)}, with {files}"
     lines = [f"{role} has the keys {keys}, named by {by} {named.version}; nodes follow"]
-    if role in {"targets", "release"}:
+    if role in LISTING:
         lines.append(_list_text(role, record))
     lines += [f"no longer used: {file}; destroy every copy" for file in record["of_no_more_use"]]
     if ROLES[role].keys == "online":

@@ -11,7 +11,7 @@ from triplane.cloud.cli.connection import Answer, Calls, calls_cloud, client_opt
 from triplane.cloud.cli.options import example, keys_option
 from triplane.unified_ir.cli.shell import json_option, open_output
 
-OFFLINE_ROLES = ("root", "targets", "release")
+OFFLINE_ROLES = ("root", "targets", "release", "plans")
 ALL_ROLES = (*OFFLINE_ROLES, "auto", "snapshot", "timestamp")
 
 RENEW_EPILOG = """\b
@@ -34,8 +34,9 @@ Examples, with the offline folder plugged in:
 
 \b
 The root key decides about root, targets, snapshot and timestamp; the targets key decides about
-release and auto. Once this call returns, signatures of the old keys no longer count; nodes follow
-by themselves.
+release, auto and plans. A cloud that an earlier release made has no role plans, for the plans of
+federated runs: this verb adds it. Once this call returns, signatures of the old keys no longer
+count; nodes and devices follow by themselves.
 If the new key is in DIR, the list of targets or release is signed again with it at once. Keys of
 other people come as --public files (triplane cloud keys make); they sign their versions again.
 The cloud itself signs for snapshot, timestamp and auto, so create their keys first, on the cloud's
@@ -69,8 +70,8 @@ def show(cloud: Calls, *, keys: Path | None) -> Answer:
 @keys_option()
 @click.option(
     "--role", "roles", multiple=True, type=click.Choice(OFFLINE_ROLES),
-    help="Renew only this role; repeatable.  [default: targets and release, and root in its last "
-    "year; those whose keys are in DIR]",
+    help="Renew only this role; repeatable.  [default: targets, release and plans, and root in "
+    "its last year; those whose keys are in DIR]",
 )  # fmt: skip
 @click.option(
     "--past", type=click.IntRange(1, 1 << 30), metavar="N",
@@ -89,7 +90,7 @@ def renew(*, roles: tuple[str, ...], past: int | None, **options: Any) -> None:
 
 @command.command("rotate", epilog=ROTATE_EPILOG)
 @click.argument("role", type=click.Choice(ALL_ROLES), metavar="ROLE")
-@keys_option("Folder with the key that decides: root, or targets for release and auto.")
+@keys_option("Folder with the key that decides: root, or targets for release, auto and plans.")
 @click.option(
     "--public", "publics", multiple=True, metavar="FILE.pub",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -107,7 +108,7 @@ def renew(*, roles: tuple[str, ...], past: int | None, **options: Any) -> None:
 def rotate(cloud: Calls, **options: Any) -> Answer:
     """Replace the keys of a role.
 
-    ROLE is root, targets, release, auto, snapshot or timestamp.
+    ROLE is root, targets, release, plans, auto, snapshot or timestamp.
     """
     from triplane.cloud.cli.keeping import rotate_role
 

@@ -14,6 +14,8 @@ from typing import Any, Final
 import click
 from click.types import FuncParamType
 
+from triplane.proto.plan_statement import MAX_LEAST
+
 MOST_WAVES: Final = 100
 MAX_COUNT: Final = 999_999_999
 """Largest count in a request, of versions, nodes or rounds; it fits in every field."""
@@ -110,6 +112,20 @@ def keys_option(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return the option `--keys DIR`, an existing folder of signing keys."""
     return click.option("--keys", required=required, type=FOLDER, metavar="DIR", help=text)
+
+
+def least_option(
+    unit: str, text: str, default: int | str
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return the option `--least-UNIT N` of signed plans.
+
+    default: a text describes it and the value is None.
+    """
+    value = default if isinstance(default, int) else None
+    return click.option(
+        f"--least-{unit}", type=click.IntRange(1, MAX_LEAST), default=value, metavar="N",
+        help=f"{text}  [default: {default}]",
+    )  # fmt: skip
 
 
 def example(command: str) -> str:

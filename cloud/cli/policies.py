@@ -10,6 +10,11 @@ from typing import Any
 from tuf.api._payload import Targets
 
 from triplane.cloud.cli.connection import Calls
+from triplane.cloud.cli.plan_policies import (
+    plan_policy_record,
+    plan_policy_rows,
+    stored_plan_policy,
+)
 from triplane.cloud.cli.progress import reported
 from triplane.cloud.cli.remote import Remote, remote_at
 from triplane.cloud.cli.text import table
@@ -29,15 +34,24 @@ def describe_policy(cloud: Calls) -> tuple[dict[str, Any], str]:
     """Show the policy as the cloud reports it; nodes and signers verify its signature."""
     with remote_at(cloud) as remote:
         policy = _stored_policy(remote)
+        plans = stored_plan_policy(remote)
     rows = [
         (model, f"{rule.share:.0%}", f"{rule.metric} >= {rule.floor:g}", rule.golden)
         for model, rule in sorted(policy.models.items())
     ]
-    if not rows:
-        return _record(policy), (
-            "no model may be released automatically; allow one with triplane cloud policy set"
-        )
-    return _record(policy), table(("MODEL", "SHARE OF NODES", "FLOOR", "SAMPLES"), rows)
+    releases = (
+        table(("MODEL", "SHARE OF NODES", "FLOOR", "SAMPLES"), rows)
+        if rows
+        else "no model may be released automatically; allow one with triplane cloud policy set"
+    )
+    headings = ("PLANS OF", "ALGORITHMS", "AT LEAST", "TENSORS THAT MAY LEAVE")
+    signed = (
+        table(headings, plan_policy_rows(plans))
+        if plans.models
+        else "people sign every plan; allow the cloud to with triplane cloud policy set-plans"
+    )
+    record = _record(policy) | {"plans": plan_policy_record(plans)}
+    return record, f"{releases}\n\n{signed}"
 
 
 def allow(

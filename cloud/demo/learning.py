@@ -28,6 +28,8 @@ POPULATION: Final = "askers"
 STEPS: Final = 2
 RATE: Final = {"fedavg": 0.3, "maml": 0.5}
 FLOOR: Final = "55%"
+LEAST_DEVICES: Final = "4"
+"""The quorum of the runs, rounded up, which the policy for plans demands."""
 KILL_AT: Final = 25
 BACK_AT: Final = 40
 DONE: Final = ("committed", "kept")
@@ -81,12 +83,21 @@ def _homes(names: list[str]) -> list[tuple[str, str]]:
 
 
 def _first_version(stage: DemoStage, fleet: DemoFleet) -> None:
-    """Register the untrained network."""
+    """Register the untrained network; sign a policy by which devices run its plans."""
     nn.seed(0)
     trainer = train.Trainer(Question(), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1))
     trainer.prepare(np.zeros((1, *stage.train.x.shape[1:]), np.float32), np.zeros(1, np.int64))
     trainer.export(("predict", "evaluate", "loss")).save(stage.file("question.tpm"))
     fleet.ask("registry", "push", stage.file("question.tpm"), "--name", MODEL, "--target", TARGET)
+    fleet.ask(
+        "cloud", "policy", "set-plans", f"{MODEL}@1", "--algorithm", "fedavg", "--algorithm",
+        "maml", "--least-devices", LEAST_DEVICES, "--least-batch", "20", "--keys",
+        fleet.offline_keys,
+    )  # fmt: skip
+    stage.say(
+        "   signed offline: devices run plans of this model only, and only in rounds of at least "
+        f"{LEAST_DEVICES} devices"
+    )
 
 
 def _serve_first(stage: DemoStage, fleet: DemoFleet, shards: dict[str, Shard]) -> None:

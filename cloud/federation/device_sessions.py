@@ -84,11 +84,16 @@ class DeviceSessions:
         self._send = send
         self._devices: dict[str, _Device] = {}
         self._presence = Presence(self._write_presence)
+        self._on_offer: list[Callable[[str, pb.Offer], None]] = []
         self._looks: set[tuple[str, str]] = set()  # (run, device) whose presence is to be checked
 
     def stop(self) -> None:
         """Stop recording changes of presence."""
         self._presence.stop()
+
+    def on_offer(self, callback: Callable[[str, pb.Offer], None]) -> None:
+        """Call `callback` with each device's name and offer."""
+        self._on_offer.append(callback)
 
     def waiting(self) -> dict[str, str]:
         """Return, by device, the reason that it gave for not being able to work now."""
@@ -132,6 +137,8 @@ class DeviceSessions:
         offer.waits = printable(offer.waits)
         device = self._devices.setdefault(name, _Device())
         before, device.offer = device.offer, offer
+        for callback in self._on_offer:
+            callback(name, offer)
         self._presence.changed(name)
         if before is None or before.population != offer.population:
             self.tell(name)

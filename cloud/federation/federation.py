@@ -20,9 +20,10 @@ from triplane.cloud.federation import journal, messages
 from triplane.cloud.federation.children import Children
 from triplane.cloud.federation.device_sessions import MAX_RUN_CHARS, DeviceSessions, SendWork
 from triplane.cloud.federation.flower.runs import FlowerRuns
-from triplane.cloud.federation.journal import RunRecord
+from triplane.cloud.federation.journal import Prepared, RunRecord
 from triplane.cloud.federation.live import LiveRun
 from triplane.cloud.federation.live_runs import LiveRuns
+from triplane.cloud.federation.plan_signing import PlanSignatures
 from triplane.cloud.federation.preparation import Preparation
 from triplane.cloud.federation.recovery import Recovery
 from triplane.cloud.federation.results import Results, algorithm_text
@@ -56,6 +57,7 @@ class Federation:
     folder: for updates and the children's files. strategies: folder with the operator's own Flower
     strategies, by default inside `folder`. send: sends a device its document if it has a stream.
     may_release: raises InvalidInput for a model whose versions are not released automatically.
+    signatures: of plans, which a run waits for; without them, no run waits.
     clock: seconds since 1970. epoch: names this process in the leases it gives; random by default.
     """
 
@@ -70,11 +72,12 @@ class Federation:
         strategies: Path | None = None,
         send: SendWork = _send_nothing,
         may_release: Callable[[str], None] = _nobody,
+        signatures: PlanSignatures | None = None,
         clock: Callable[[], float] = time.time,
         epoch: str = "",
     ) -> None:
         self._db, self._registry, self._may_release = db, registry, may_release
-        self._clock = clock
+        self._clock, self._signatures = clock, signatures
         self.live = LiveRuns(db, clock, epoch or secrets.token_hex(8))
         self.updates = UpdateStore(folder / "updates", blobs, self.live.small_update)
         children = children or Children(folder / "children")
@@ -87,6 +90,7 @@ class Federation:
         self._preparation = Preparation(
             db, self.live, self._results, clock, opened=self._begin_prepared,
             failed=lambda: self.devices.tell_whether_asked(),  # noqa: PLW0108 -- made below
+            lacking=self._lacking_signature,
         )  # fmt: skip
         self._recovery = Recovery(
             db, self.live, self._results, self._flower, self.updates, self._begin_live
@@ -166,6 +170,20 @@ class Federation:
             records = [*(run.record for run in runs), *self._preparation.records]
             await self._flower.check(spec, sum(r.spec.HasField("flower") for r in records))
         return spec
+
+    def note_published(self) -> None:
+        """Look again whether plans that runs wait for are signed now."""
+        self._preparation.look_again()
+
+    async def _lacking_signature(self, record: RunRecord, prepared: Prepared) -> str:
+        if self._signatures is None:
+            return ""
+        version = await self._registry.version(record.spec.model)
+        runs = (run.record.prepared for run in self.live.going())
+        used = {p.plan_digest for p in runs if p is not None}
+        return await asyncio.to_thread(
+            self._signatures.lacking, record.id, record.spec, prepared, version.model_digest, used
+        )
 
     def _begin_live(self, record: RunRecord, projection: RunProjection) -> LiveRun:
         worker = self._flower if record.spec.HasField("flower") else self._results

@@ -31,7 +31,7 @@ class LiveRuns:
     def __init__(self, db: Database, clock: Callable[[], float], epoch: str) -> None:
         self._db, self._clock, self._epoch = db, clock, epoch
         self._runs: dict[str, LiveRun] = {}
-        self._no_room: dict[str, str] = {}  # by run that is not live yet: why it waits
+        self._waits: dict[str, str] = {}  # by run that is not live yet: why it waits
         # Each is set once, at the next change that people see and the next end of a run, and then
         # replaced: take it before looking.
         self.changed, self.ended = asyncio.Event(), asyncio.Event()
@@ -95,18 +95,22 @@ class LiveRuns:
 
     def wait_for_room(self, run_id: str, error: NoRoom) -> None:
         """Record that a full disk keeps a run from becoming live."""
-        logger.warning("run waits", extra={"run_id": run_id, "reason": str(error)})
-        self._no_room[run_id] = f"waits, and goes on by itself: {error}"
+        self.wait(run_id, f"waits, and goes on by itself: {error}")
+
+    def wait(self, run_id: str, reason: str) -> None:
+        """Record why a run does not become live yet."""
+        logger.warning("run waits", extra={"run_id": run_id, "reason": reason})
+        self._waits[run_id] = reason
         self.signal_change()
 
     def stop_waiting(self, run_id: str) -> None:
-        """Record that the disk has room for the run again."""
-        self._no_room.pop(run_id, None)
+        """Record that nothing keeps the run from becoming live any longer."""
+        self._waits.pop(run_id, None)
 
     def waits(self, run_id: str) -> str:
         """Return why the run cannot write at the moment; empty if it can."""
         run = self._runs.get(run_id)
-        return run.waits if run else self._no_room.get(run_id, "")
+        return run.waits if run else self._waits.get(run_id, "")
 
     def small_update(self, run_id: str, sha256: bytes) -> bytes | None:
         """Return an inline update, committed or not; for any thread."""

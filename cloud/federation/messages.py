@@ -11,6 +11,7 @@ from typing import Final
 
 from triplane.cloud.federation.journal import RunRecord
 from triplane.cloud.federation.run_projection import RunProjection
+from triplane.cloud.federation.spec import least_updates
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.messages import message_from
 from triplane.unified_ir.federated.core.metric import ACCURACY
@@ -148,6 +149,7 @@ def task_message(
         deadline_s=max(0.0, at_hand.opened_s + state.plan.deadline_s - now_s),
         inline_state=files.inline,
         inline_bytes=files.inline_bytes,
+        cohort=least_updates(spec.cohort.devices, spec.cohort.quorum),
     )
     if files.message is not None:
         task.flower.CopyFrom(files.message)

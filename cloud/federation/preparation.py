@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 class Preparation:
     """The runs without a plan. opened: called with a run once its plan is in the database.
 
-    failed: called after a run failed, so that its devices learn of it.
+    failed: called after a run failed, so that its devices learn of it. lacking: returns why devices
+    would refuse a run's plan, which waits as long as that is not empty.
     """
 
     def __init__(
@@ -38,9 +39,11 @@ class Preparation:
         *,
         opened: Callable[[RunRecord], None],
         failed: Callable[[], None],
+        lacking: Callable[[RunRecord, Prepared], Awaitable[str]],
     ) -> None:
         self._db, self._runs, self._results, self._clock = db, runs, results, clock
-        self._opened, self._failed = opened, failed
+        self._opened, self._failed, self._lacking = opened, failed, lacking
+        self._published = asyncio.Event()
         self._records: dict[str, RunRecord] = {}
         self._tasks = BackgroundTasks()  # by id of the run that is prepared
 
@@ -54,6 +57,11 @@ class Preparation:
         self._records[record.id] = record
         if record.before == "preparing":
             self._start(record)
+
+    def look_again(self) -> None:
+        """Ask again for the signatures that runs wait for, because something was published."""
+        event, self._published = self._published, asyncio.Event()
+        event.set()
 
     def _start(self, record: RunRecord) -> None:
         self._tasks.spawn(self._prepare(record), f"prepare {record.id}", key=record.id)
@@ -70,6 +78,7 @@ class Preparation:
             # Wait for its end: if it has just written the plan, the run is live and not stopped
             # here.
             await asyncio.wait([task])
+        self._runs.stop_waiting(run_id)
         if run_id in self._records:
             await self._change(run_id, before="stopped", reason=reason)
 
@@ -98,6 +107,9 @@ class Preparation:
         """Make the plan and record the outcome. NoRoom: for the plan, or for the record."""
         try:
             prepared = await self._results.prepare(record, self._clock)
+            if await self._waited_for_signature(record, prepared):
+                # Files that no row names may have been collected meanwhile; the same ones again.
+                prepared = await self._results.prepare(record, self._clock)
         # A full disk is temporary and retried without a person; other Unavailable errors stop the
         # run.
         except NoRoom:
@@ -112,6 +124,19 @@ class Preparation:
             await self._fail(record, reason)
         else:
             await self._open(record, prepared)
+
+    async def _waited_for_signature(self, record: RunRecord, prepared: Prepared) -> bool:
+        """Return once the plan is signed, and whether that was not so from the beginning."""
+        waited = False
+        while True:
+            published = self._published  # taken before the question, so that no answer is missed
+            reason = await self._lacking(record, prepared)
+            if not reason:
+                self._runs.stop_waiting(record.id)
+                return waited
+            self._runs.wait(record.id, reason)
+            waited = True
+            await published.wait()
 
     async def _open(self, record: RunRecord, prepared: Prepared) -> None:
         await self._db.write(lambda c: journal.prepare(c, record.id, prepared))

@@ -15,7 +15,8 @@ from triplane.cloud.registry.values import BundleRecord, State
 from triplane.cloud.trust.repository import MetadataRepository
 from triplane.proto.errors import Conflict, InvalidInput, NotFound, Unavailable
 from triplane.proto.messages import value_from
-from triplane.proto.targets import AUTO, RELEASE, SignedTarget, TargetName
+from triplane.proto.signed_fields import AUTO, RELEASE
+from triplane.proto.targets import SignedTarget, TargetName
 
 
 class RegistryBundles:

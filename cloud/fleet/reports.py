@@ -20,7 +20,7 @@ from triplane.proto.documents import (
 )
 from triplane.proto.errors import InvalidInput
 from triplane.proto.fleet_pb2 import Capability, Incident, ModelReport, NodeState, Report
-from triplane.proto.targets import NAME
+from triplane.proto.signed_fields import NAME
 
 MAX_REPORT_BYTES: Final = 1 << 20
 MAX_TARGETS: Final = 16

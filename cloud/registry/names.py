@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from triplane.proto.errors import InvalidInput
-from triplane.proto.targets import NAME
+from triplane.proto.signed_fields import NAME
 
 LATEST: Final = "latest"
 """Reserved alias of the newest version; nobody can set it."""

@@ -22,9 +22,10 @@ from tuf.api._payload import (
 from tuf.api.exceptions import LengthOrHashMismatchError, UnsignedMetadataError
 from tuf.api.metadata import Metadata
 
-from triplane.cloud.trust.roles import DELEGATED, MAX_VERSION, PINNED, T, parse
+from triplane.cloud.trust.roles import LATER, MAX_VERSION, PINNED, T, parse
 from triplane.proto.errors import Corrupt, NotFound
-from triplane.proto.targets import SignedTarget, read_target
+from triplane.proto.plan_statement import PLAN_ROLES, is_plan
+from triplane.proto.targets import ROLES, SignedTarget, read_target
 
 MAX_ROTATIONS: Final = 256
 
@@ -60,6 +61,17 @@ class Chain:
             **self.targets,
         }
 
+    def is_named(self, role: str) -> bool:
+        """Return whether the metadata names the keys of a role."""
+        delegations = self.top.delegations
+        delegated = (delegations.roles if delegations else None) or {}
+        return role in self.root.signed.roles or role in delegated
+
+    def version(self, role: str) -> int:
+        """Return the version of a role; 0 for a delegated one that was never signed."""
+        metadata = self.roles.get(role)
+        return 0 if metadata is None else metadata.signed.version
+
     def verification(self, role: str, metadata: Metadata[Any]) -> VerificationResult:
         """Return which keys of a role signed some metadata of it."""
         return self.delegator(role).get_verification_result(
@@ -75,12 +87,27 @@ class Chain:
         """Signed bundles by (model, version, target): by people, or else by the auto key."""
         bundles: dict[tuple[str, int, str], SignedTarget] = {}
         # Reversed, so that `release` overwrites `auto`: what people signed has precedence.
-        for row in reversed(DELEGATED):
-            if self.is_signed(row.name):
-                for path, entry in self.targets[row.name].signed.targets.items():
-                    signed = read_target(path, entry.length, entry.hashes, entry.custom)
+        for role in reversed(ROLES):
+            for signed in self._signed_targets(role):
+                if not is_plan(signed.path):
                     bundles[signed.name.model, signed.name.version, signed.name.target] = signed
         return bundles
+
+    @cached_property
+    def plans(self) -> Mapping[str, SignedTarget]:
+        """Signed plans by root digest: by people, or else by the auto key."""
+        plans: dict[str, SignedTarget] = {}
+        for role in reversed(PLAN_ROLES):
+            for signed in self._signed_targets(role):
+                if is_plan(signed.path):
+                    plans[signed.statement.digest] = signed
+        return plans
+
+    def _signed_targets(self, role: str) -> list[SignedTarget]:
+        if not self.is_signed(role):
+            return []
+        entries = self.targets[role].signed.targets
+        return [read_target(p, e.length, e.hashes, e.custom) for p, e in entries.items()]
 
     @cached_property
     def _signed_roles(self) -> frozenset[str]:
@@ -121,6 +148,8 @@ def read(get: Get, root: Metadata[Root]) -> Chain:
     targets: dict[str, Metadata[Targets]] = {}
     for role in PINNED:
         pin = snapshot.signed.meta.get(f"{role}.json")
+        if pin is None and role in LATER:
+            continue  # nobody has signed it yet; see `rotating`
         if pin is None:
             raise Corrupt(f"snapshot {snapshot.signed.version} does not pin {role}.json")
         targets[role] = _pinned(get, Targets, role, pin)

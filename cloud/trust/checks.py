@@ -7,7 +7,7 @@ not an error: the others may follow.
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from tuf.api._payload import Root, TargetFile, Targets
 from tuf.api.exceptions import LengthOrHashMismatchError
@@ -17,24 +17,40 @@ from triplane.cloud.trust.chain import Chain
 from triplane.cloud.trust.roles import (
     CLOCK_SLACK_S,
     DELEGATED,
+    LATER,
     ROLES,
     TOP,
     MetadataRole,
     moment,
 )
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput
+from triplane.proto.plan_statement import NO_PLANS, PLAN_POLICY_PATH, PlanPolicy
 from triplane.proto.targets import POLICY_PATH, Policy, SignedTarget, read_target
 
 MAX_TARGETS: Final = 20_000
 MAX_KEYS: Final = 64
 
+P = TypeVar("P")
+
 
 def check(row: MetadataRole, metadata: Metadata[Any], chain: Chain, now_s: float) -> None:
     """Refuse metadata that must not be published as the next version of a role."""
     signed = metadata.signed
+    if not chain.is_named(row.name):
+        raise InvalidInput(unnamed(row.name))
     _check_version(row, signed.version, chain)
     _check_expiry(row, signed.expires, now_s)
     CONTENT[row.name](row, signed)
+    if row.name == "targets":
+        _check_kept(signed, chain)
+
+
+def unnamed(role: str) -> str:
+    """Return the message for a role that an older cloud's metadata does not name."""
+    return (
+        f"this cloud's metadata names no keys of the role {role}, because an earlier release made "
+        f"it; add them with the key of targets: triplane cloud keys rotate {role} --keys DIR"
+    )
 
 
 def read_policy(top: Targets) -> Policy:
@@ -42,17 +58,28 @@ def read_policy(top: Targets) -> Policy:
 
     Its text is in the entry's custom field and must have the entry's length and digest.
     """
-    entry = top.targets.get(POLICY_PATH)
-    if entry is None:
+    if POLICY_PATH not in top.targets:
         raise Corrupt(f"targets {top.version} lists no {POLICY_PATH}")
+    return _policy_at(top, POLICY_PATH, Policy.parse)
+
+
+def read_plan_policy(top: Targets) -> PlanPolicy:
+    """Return the policy for plans, which allows nothing where none is listed. Corrupt."""
+    if PLAN_POLICY_PATH not in top.targets:
+        return NO_PLANS
+    return _policy_at(top, PLAN_POLICY_PATH, PlanPolicy.parse)
+
+
+def _policy_at(top: Targets, path: str, parse: Callable[[str], P]) -> P:
+    entry = top.targets[path]
     custom = entry.custom
     if not isinstance(custom, dict) or not isinstance(custom.get("text"), str):
-        raise Corrupt(f"{POLICY_PATH}: its entry must contain the policy as custom.text")
+        raise Corrupt(f"{path}: its entry must contain the policy as custom.text")
     try:
         entry.verify_length_and_hashes(custom["text"].encode())
-        return Policy.parse(custom["text"])
+        return parse(custom["text"])
     except (LengthOrHashMismatchError, InvalidInput, UnicodeEncodeError) as error:
-        raise Corrupt(f"{POLICY_PATH}: {error}") from error
+        raise Corrupt(f"{path}: {error}") from error
 
 
 def valid_signatures(
@@ -74,7 +101,7 @@ def valid_signatures(
 
 
 def _check_version(row: MetadataRole, version: int, chain: Chain) -> None:
-    published = chain.roles[row.name].signed.version
+    published = chain.version(row.name)
     if version != published + 1:
         # A number up to the published one means that somebody else published meanwhile (Conflict);
         # any other number is wrong by itself.
@@ -108,11 +135,11 @@ def _check_root(row: MetadataRole, root: Root) -> None:
 def _check_top(row: MetadataRole, targets: Targets) -> None:
     roles = (targets.delegations.roles if targets.delegations else None) or {}
     wanted = {delegated.name: [delegated.paths] for delegated in DELEGATED}
-    if {name: role.paths for name, role in roles.items()} != wanted:
-        raise InvalidInput(
-            f"targets delegates exactly {wanted}, got "
-            f"{ {name: role.paths for name, role in roles.items()} }"
-        )
+    named = {name: role.paths for name, role in roles.items()}
+    # An older cloud has no delegation to the later roles.
+    older = {name: paths for name, paths in wanted.items() if name not in LATER}
+    if named not in (wanted, older):
+        raise InvalidInput(f"targets delegates exactly {wanted}, got {named}")
     assert targets.delegations is not None
     for name, role in roles.items():
         # A terminating delegation ends the search, so no later role can supply the same path.
@@ -121,16 +148,29 @@ def _check_top(row: MetadataRole, targets: Targets) -> None:
         _check_keys(name, targets.delegations.keys, role.keyids, role.threshold)
     try:
         policy = read_policy(targets)
+        read_plan_policy(targets)
     except Corrupt as error:
         raise InvalidInput(f"targets: {error}") from error
-    others = targets.targets.keys() - {POLICY_PATH}
+    others = targets.targets.keys() - {POLICY_PATH, PLAN_POLICY_PATH}
     for path in others:
         if not path.startswith("golden/"):
-            raise InvalidInput(f"targets lists {POLICY_PATH} and golden/NAME, got {path[:200]!r}")
+            raise InvalidInput(
+                f"targets lists {POLICY_PATH}, {PLAN_POLICY_PATH} and golden/NAME, "
+                f"got {path[:200]!r}"
+            )
         _target(row, path, targets.targets[path])
     missing = sorted({rule.golden for rule in policy.models.values()} - others)
     if missing:
         raise InvalidInput(f"the policy names golden sets that targets does not list: {missing}")
+
+
+def _check_kept(targets: Targets, chain: Chain) -> None:
+    """Refuse to take a delegation away: what the role has signed would have no delegator."""
+    assert targets.delegations is not None
+    names = (targets.delegations.roles or {}).keys()
+    gone = [name for name in LATER if chain.is_named(name) and name not in names]
+    if gone:
+        raise InvalidInput(f"targets must keep its delegation to {', '.join(gone)}")
 
 
 def _check_delegated(row: MetadataRole, targets: Targets) -> None:
@@ -151,6 +191,7 @@ CONTENT: Final[dict[str, Callable[[MetadataRole, Any], None]]] = {
     "targets": _check_top,
     "release": _check_delegated,
     "auto": _check_delegated,
+    "plans": _check_delegated,
 }
 """The rules of each role that is submitted."""
 

@@ -1,8 +1,8 @@
 """The first version of every role, and the keys that sign it.
 
 Online keys (snapshot, timestamp, auto) go to a folder of the cloud. Offline ones (root, targets,
-release) go to a folder that people take away, together with `root.json`, against which signers
-verify the cloud's metadata. If the root keys are lost, every node must be enrolled again.
+release, plans) go to a folder that people take away, together with `root.json`, against which
+signers verify the cloud's metadata. If the root keys are lost, every node must be enrolled again.
 """
 
 from collections.abc import Mapping
@@ -20,6 +20,7 @@ from triplane.cloud.trust.keys import KeyFolder, add_signatures
 from triplane.cloud.trust.roles import DELEGATED, ROLES, TOP, T, expiry
 from triplane.proto.disk import OS_DISK, Disk, write_atomic
 from triplane.proto.errors import Conflict, InvalidInput
+from triplane.proto.plan_statement import PLAN_POLICY_PATH, PlanPolicy
 from triplane.proto.targets import POLICY_PATH, Policy
 
 TRUSTED_ROOT: Final = "root.json"
@@ -119,8 +120,16 @@ def _documents(signers: Signers, needed: Mapping[str, int], now_s: float) -> dic
 
 def policy_file(policy: Policy) -> tuf.TargetFile:
     """Return the entry of the policy, which contains the policy's text itself, under `custom`."""
-    text = policy.text()
-    entry = tuf.TargetFile.from_data(POLICY_PATH, text.encode(), ["sha256"])
+    return _text_file(POLICY_PATH, policy.text())
+
+
+def plan_policy_file(policy: PlanPolicy) -> tuf.TargetFile:
+    """Return the entry of the policy for plans; see `policy_file`."""
+    return _text_file(PLAN_POLICY_PATH, policy.text())
+
+
+def _text_file(path: str, text: str) -> tuf.TargetFile:
+    entry = tuf.TargetFile.from_data(path, text.encode(), ["sha256"])
     entry.unrecognized_fields["custom"] = {"text": text}
     return entry
 

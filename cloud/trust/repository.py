@@ -14,7 +14,7 @@ import hashlib
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -27,6 +27,7 @@ from triplane.cloud.trust import chain as chains
 from triplane.cloud.trust.chain import Chain
 from triplane.cloud.trust.checks import (
     check,
+    read_plan_policy,
     read_policy,
     valid_signatures,
 )
@@ -43,13 +44,21 @@ from triplane.cloud.trust.roles import (
 )
 from triplane.proto.disk import OS_DISK, Disk, write_atomic
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
+from triplane.proto.plan_statement import (
+    PLAN_POLICY_PATH,
+    PlanName,
+    PlanPolicy,
+    PlanStatement,
+    is_plan,
+)
+from triplane.proto.signed_fields import AUTO
 from triplane.proto.targets import (
-    AUTO,
     POLICY_PATH,
     Policy,
     SignedTarget,
     TargetName,
     bundle_target,
+    plan_target,
     read_target,
 )
 
@@ -62,9 +71,12 @@ MAX_OVERTAKEN: Final = 10_000
 REMEMBERED: Final = {"timestamp": ("timestamp",), "snapshot": ("snapshot", "timestamp")}
 """The roles from whose signatures a node learns the newest version of an online role."""
 
+MAX_PLAN_BYTES: Final = 1 << 20
+"""Size of the entries of automatically signed plans above which those not in use are dropped."""
+
 _NONE: Final[Mapping[str, int]] = MappingProxyType({})
 _NAME: Final = re.compile(
-    r"(?:[1-9][0-9]{0,9}\.(?:root|snapshot|targets|release|auto)|timestamp|root)\.json"
+    r"(?:[1-9][0-9]{0,9}\.(?:root|snapshot|targets|release|auto|plans)|timestamp|root)\.json"
 )
 
 
@@ -172,7 +184,9 @@ class MetadataRepository:
                 _, have, need = valid_signatures(row, waiting, self._chain)
                 return Pending(waiting.to_bytes(), published=False, signatures=have, threshold=need)
             published = self._published(row)
-            data = self._file(f"{published.version}.{role}.json")
+            # A role of which nothing was signed yet has no file.
+            version = published.version
+            data = self._file(f"{version}.{role}.json") if version else b""
             return Pending(data, True, published.signatures, published.threshold)
 
     # Changing
@@ -195,7 +209,8 @@ class MetadataRepository:
             raise InvalidInput(str(error)) from error
         with self._lock:
             # A repeated submission, whose first answer may have been lost.
-            if metadata.signed_bytes == self._chain.roles[role].signed_bytes:
+            published = self._chain.roles.get(role)
+            if published is not None and metadata.signed_bytes == published.signed_bytes:
                 submitted = self._published(row)
             else:
                 submitted = self._submit(row, metadata)
@@ -232,6 +247,42 @@ class MetadataRepository:
         if is_new:
             self._tell(AUTO)
         return target_file
+
+    def plan_policy(self) -> PlanPolicy:
+        """Return the policy for plans, which says what the auto role may sign of them."""
+        return read_plan_policy(self._chain.top)
+
+    def find_plan(self, digest: str) -> SignedTarget | None:
+        """Return the plan of this root digest that people signed, or else the auto key, or None."""
+        return self._chain.plans.get(digest)
+
+    def sign_auto_plan(
+        self,
+        statement: PlanStatement,
+        *,
+        length: int,
+        sha256: bytes,
+        keep: Container[str] = (),
+    ) -> SignedTarget:
+        """Sign a plan with the online key and publish it.
+
+        keep: digests of plans that are in use. Conflict: the policy does not allow it, so devices
+        would refuse it.
+        """
+        refusal = self.plan_policy().refusal(statement)
+        if refusal:
+            raise Conflict(f"the plan policy does not allow it: {refusal}")
+        target = plan_target(AUTO, statement, length=length, sha256=sha256)
+        with self._lock:
+            listed = dict(self._chain.targets[AUTO].signed.targets)
+            entry = listed.get(target.path)
+            is_new = not self._chain.is_signed(AUTO) or entry != target_file(target)
+            if is_new:
+                listed[target.path] = target_file(target)
+                self._publish_auto(_without_old_plans(listed, {target.path}, keep))
+        if is_new:
+            self._tell(AUTO)
+        return target
 
     def is_behind(self, seen: Mapping[str, int], sha256: bytes) -> bool:
         """Return whether a node has seen higher versions, or the same timestamp with other content.
@@ -295,7 +346,9 @@ class MetadataRepository:
 
     def _published(self, row: MetadataRole) -> Submitted:
         """Describe the published version and its signatures."""
-        metadata = self._chain.roles[row.name]
+        metadata = self._chain.roles.get(row.name)
+        if metadata is None:
+            return Submitted(True, 0, 1, 0)
         result = self._chain.verification(row.name, metadata)
         return Submitted(True, len(result.signed), result.threshold, metadata.signed.version)
 
@@ -344,7 +397,7 @@ class MetadataRepository:
         except FileNotFoundError:
             return None
         pending = parse(row.kind, data, str(self._pending_file(row)))
-        is_next = pending.signed.version == self._chain.roles[row.name].signed.version + 1
+        is_next = pending.signed.version == self._chain.version(row.name) + 1
         return pending if is_next else None
 
     def _sign_auto(self, target: SignedTarget) -> bool:
@@ -363,13 +416,15 @@ class MetadataRepository:
         # A version never changes; signing other content would let the cloud's key rewrite it.
         if before is not None and before.custom != target.custom:
             raise Conflict(f"{target.path} is signed with other content; push a new version")
+        listed = dict(self._chain.targets[AUTO].signed.targets)
+        self._publish_auto(listed | {target.path: target_file(target)})
+        return True
+
+    def _publish_auto(self, targets: Mapping[str, TargetFile]) -> None:
         now_s = self._clock()
         again = self._again(now_s)
-        again.signed.targets[target.path] = TargetFile(
-            target.length, {"sha256": target.sha256.hex()}, target.path, {"custom": target.custom}
-        )
+        again.signed.targets = dict(targets)
         self._publish({AUTO: self._signed(AUTO, again.signed, self._chain.top)}, now_s)
-        return True
 
     def _again(self, now_s: float, least: int = 0) -> Metadata[Targets]:
         """Return the next version of the auto role, above `least`, with an unchanged list."""
@@ -495,7 +550,27 @@ def golden_sets(data: bytes) -> set[bytes]:
     return {
         read_target(path, entry.length, entry.hashes, None).sha256
         for path, entry in listed.items()
-        if path != POLICY_PATH
+        if path not in {POLICY_PATH, PLAN_POLICY_PATH}
+    }
+
+
+def target_file(target: SignedTarget) -> TargetFile:
+    """Return the entry of targets metadata for a target."""
+    hashes = {"sha256": target.sha256.hex()}
+    return TargetFile(target.length, hashes, target.path, {"custom": dict(target.custom)})
+
+
+def _without_old_plans(
+    listed: Mapping[str, TargetFile], new: Container[str], keep: Container[str]
+) -> dict[str, TargetFile]:
+    """Return the list without plans that are not in use, if plans take more than their share."""
+    plans = {path: len(str(entry.to_dict())) for path, entry in listed.items() if is_plan(path)}
+    if sum(plans.values()) <= MAX_PLAN_BYTES:
+        return dict(listed)
+    return {
+        path: entry
+        for path, entry in listed.items()
+        if path not in plans or path in new or PlanName.parse(path).digest in keep
     }
 
 

@@ -48,6 +48,8 @@ ROLES: Final = {
                      paths="release/*"),
         MetadataRole("auto",      Targets,   "online",  365 * DAY_S,     submitted=True,
                      paths="auto/*"),
+        MetadataRole("plans",     Targets,   "offline", 365 * DAY_S,     submitted=True,
+                     paths="plans/*"),
         MetadataRole("snapshot",  Snapshot,  "online",  7 * DAY_S,       submitted=False),
         MetadataRole("timestamp", Timestamp, "online",  DAY_S,           submitted=False),
     )
@@ -56,6 +58,8 @@ ROLES: Final = {
 DELEGATED: Final = tuple(row for row in ROLES.values() if row.paths)
 PINNED: Final = ("targets", *(row.name for row in DELEGATED))
 """Roles whose versions the snapshot pins."""
+LATER: Final = ("plans",)
+"""Delegated roles that the metadata of an older cloud does not have, until its keys are named."""
 TOP: Final = ("root", "targets", "snapshot", "timestamp")
 
 

@@ -1,7 +1,8 @@
 """Replace the keys of a role: where they are named, and who signs the lists again.
 
 The root names the keys of root, targets, snapshot and timestamp; the targets role names those of
-release and auto. Signatures of the old keys are invalid as soon as the new keys are named, so the
+release, auto and plans. Metadata of an older cloud has no role plans: giving it keys creates it.
+Signatures of the old keys are invalid as soon as the new keys are named, so the
 lists of targets and release are signed again with the new keys at once; the cloud does the same for
 its own roles. What is carried over was verified under the old keys before. After a theft nothing
 may be carried over, because the thief may have signed it.
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from securesystemslib.signer._key import Key
-from tuf.api._payload import Delegations, Root, TargetFile, Targets
+from tuf.api._payload import DelegatedRole, Delegations, Root, TargetFile, Targets
 from tuf.api.metadata import Metadata
 
 from triplane.cloud.trust.chain import Chain, newest_root, read, verify
@@ -28,9 +29,11 @@ from triplane.cloud.trust.signing import (
     trusted_root,
 )
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
-from triplane.proto.targets import RELEASE
+from triplane.proto.signed_fields import PLANS, RELEASE
 
 TARGETS: Final = "targets"
+LISTING: Final = (TARGETS, RELEASE, PLANS)
+"""Roles of people that list targets."""
 
 
 class Lists(Enum):
@@ -69,19 +72,20 @@ def rotate(
         raise InvalidInput(f"roles are {', '.join(ROLES)}, got {role[:100]!r}")
     if role == TARGETS and lists is Lists.DROPPED:
         raise InvalidInput(
-            "the list of the role targets names the keys of release and auto, so it cannot be "
-            "dropped: rotate targets without --stolen, check what was carried over, then rotate "
-            "release and auto too if the thief may have named keys for them"
+            "the list of the role targets names the keys of release, auto and plans, so it cannot "
+            "be dropped: rotate targets without --stolen, check what was carried over, then rotate "
+            "the others too if the thief may have named keys for them"
         )
     chain = read(cloud.get, newest_root(cloud.get, trusted_root(keys_folder)))
-    before = chain.delegator(role).get_delegated_role(role)
-    need = min(before.threshold, len(keys)) if threshold is None else threshold
+    before = chain.delegator(role).get_delegated_role(role) if chain.is_named(role) else None
+    usual = 1 if before is None else min(before.threshold, len(keys))
+    need = usual if threshold is None else threshold
     if not 1 <= need <= len(keys):
         raise InvalidInput(f"a threshold is 1 to the number of keys, {len(keys)}, got {need}")
     # Before the keys change: afterwards the old signatures no longer verify.
     carried = _listed(cloud, chain, role) if lists is Lists.CARRIED else {}
     # An interrupted call has named these keys already; only the list is left to sign.
-    if (before.threshold, {*before.keyids}) == (need, {key.keyid for key in keys}):
+    if before and (before.threshold, {*before.keyids}) == (need, {key.keyid for key in keys}):
         named = SigningResult(Submitted(True, need, need, chain.root.signed.version))
     elif role in TOP:
         new = {role: keys}
@@ -91,7 +95,7 @@ def rotate(
         delegations, base = _with_keys(signer.chain.top, role, keys, need), signer.published()
         waiting = signer.waiting(base)
         named = SigningResult(signer.sign(waiting, base, now_s, delegations=delegations))
-    if not named.submitted.published or role not in {TARGETS, RELEASE}:
+    if not named.submitted.published or role not in LISTING:
         return Rotated(named)
     try:
         again = _sign_again(cloud, role, chain, carried, keys_folder, now_s)
@@ -104,6 +108,10 @@ def _with_keys(top: Targets, role: str, keys: Sequence[Key], need: int) -> Deleg
     """Return delegations in which the role has these keys."""
     again = Metadata[Targets].from_bytes(Metadata(top).to_bytes()).signed
     assert again.delegations is not None
+    assert again.delegations.roles is not None
+    if role not in again.delegations.roles:
+        paths = [ROLES[role].paths]
+        again.delegations.roles[role] = DelegatedRole(role, [], 1, terminating=True, paths=paths)
     for keyid in list(again.get_delegated_role(role).keyids):
         again.revoke_key(keyid, role)
     for key in keys:
@@ -114,7 +122,7 @@ def _with_keys(top: Targets, role: str, keys: Sequence[Key], need: int) -> Deleg
 
 def _listed(cloud: Metadatas, chain: Chain, role: str) -> dict[str, TargetFile]:
     """Return the targets that a role's keys have signed, the present ones or those just before."""
-    if role not in {TARGETS, RELEASE}:
+    if role not in LISTING or not chain.version(role):
         return {}
     listing = chain.targets[role]
     if not chain.is_signed(role):

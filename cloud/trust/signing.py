@@ -23,21 +23,17 @@ from tuf.api.metadata import Metadata
 from triplane.cloud.registry import encoding
 from triplane.cloud.registry.conversions import Files
 from triplane.cloud.trust.chain import Chain, newest_root, read
-from triplane.cloud.trust.initial import TRUSTED_ROOT, policy_file
+from triplane.cloud.trust.checks import unnamed
+from triplane.cloud.trust.initial import TRUSTED_ROOT, plan_policy_file, policy_file
 from triplane.cloud.trust.keys import KeyFolder, add_signatures
 from triplane.cloud.trust.repeating import checked_target
-from triplane.cloud.trust.repository import Pending, Submitted
+from triplane.cloud.trust.repository import Pending, Submitted, target_file
 from triplane.cloud.trust.roles import ROLES, expiry, parse
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
+from triplane.proto.plan_statement import PLAN_POLICY_PATH, PlanPolicy
 from triplane.proto.registry_pb2 import Bundle, Version
-from triplane.proto.targets import (
-    POLICY_PATH,
-    RELEASE,
-    Policy,
-    SignedTarget,
-    TargetName,
-    read_target,
-)
+from triplane.proto.signed_fields import RELEASE
+from triplane.proto.targets import POLICY_PATH, Policy, SignedTarget, TargetName, read_target
 
 MAX_TRIES: Final = 20
 """Attempts at one signature while others sign at the same time; checks are not repeated."""
@@ -101,7 +97,7 @@ def sign_release(
     """
     version = cloud.version(reference)
     wanted = TargetName(RELEASE, version.model, version.version, target)
-    _check_model(version, model_digest)
+    check_model(version, model_digest)
     checked: dict[str, SignedTarget] = {}
     for tries_left in reversed(range(MAX_TRIES)):
         signer = Signer(cloud, keys_folder, RELEASE)
@@ -139,7 +135,7 @@ def sign_release(
     )
 
 
-def _check_model(version: Version, expected_digest: bytes) -> None:
+def check_model(version: Version, expected_digest: bytes) -> None:
     """Raise Corrupt unless the cloud's version is the model file that the signer knows, if any."""
     if expected_digest and version.model_digest != expected_digest:
         raise Corrupt(
@@ -163,7 +159,7 @@ def _sign_with(
     now_s: float | None,
 ) -> Submitted | None:
     """Sign what was checked; None if more waits by now and must be repeated first."""
-    entries = {target.path: _entry(target) for target in checked}
+    entries = {target.path: target_file(target) for target in checked}
     others = dict(waiting.signed.targets) if waiting is not None else {}
     known = base.keys() | entries.keys()
     if waiting is not None and not others.keys() <= known and not signer.has_signed(waiting):
@@ -194,13 +190,24 @@ def sign_policy(
     signer = Signer(cloud, keys_folder, "targets")
     files = {path: TargetFile.from_file(path, str(f)) for path, f in (goldens or {}).items()}
     named = {rule.golden for rule in policy.models.values()}
-    listed = {path: entry for path, entry in signer.published().items() if path in named}
+    kept = {*named, PLAN_POLICY_PATH}
+    listed = {path: entry for path, entry in signer.published().items() if path in kept}
     missing = sorted(named - listed.keys() - files.keys())
     if missing:
         raise NotFound(
             f"the policy names golden sets that are not listed: {missing}; pass their files"
         )
     targets = listed | files | {POLICY_PATH: policy_file(policy)}
+    return SigningResult(signer.sign(signer.waiting({}), targets, now_s))
+
+
+def sign_plan_policy(
+    cloud: Metadatas, policy: PlanPolicy, keys_folder: Path, *, now_s: float | None = None
+) -> SigningResult:
+    """Sign the policy for plans with the targets keys in a folder; the other policy stays."""
+    policy = PlanPolicy.parse(policy.text())
+    signer = Signer(cloud, keys_folder, "targets")
+    targets = signer.published() | {PLAN_POLICY_PATH: plan_policy_file(policy)}
     return SigningResult(signer.sign(signer.waiting({}), targets, now_s))
 
 
@@ -323,6 +330,8 @@ class Signer:
         # Without this, an intruder could present a targets role that names keys of his own.
         if role != "targets" and not self.chain.is_signed("targets"):
             raise Corrupt("the published targets are not signed by keys of the newest root")
+        if not self.chain.is_named(role):
+            raise NotFound(unnamed(role))
         delegator = self.chain.delegator(role)
         keyids = delegator.get_delegated_role(role).keyids
         self._keys: list[CryptoSigner] = KeyFolder(keys_folder).of(keyids, role)
@@ -330,7 +339,7 @@ class Signer:
     @property
     def version(self) -> int:
         """The version of the role that is published."""
-        return self.chain.targets[self._role].signed.version
+        return self.chain.version(self._role)
 
     def published(self) -> dict[str, TargetFile]:
         """Return the targets that the role's threshold signed; none after a key rotation."""
@@ -369,12 +378,11 @@ class Signer:
         delegations: new ones of the role targets; the published ones by default.
         """
         now_s = _or_now(now_s)
-        before = self.chain.targets[self._role].signed
         if self._role == "targets" and delegations is None:
-            delegations = before.delegations
+            delegations = self.chain.top.delegations
         metadata = Metadata(
             Targets(
-                version=before.version + 1,
+                version=self.version + 1,
                 expires=expiry(self._role, now_s),
                 targets=dict(targets),
                 delegations=delegations,
@@ -398,11 +406,6 @@ class Signer:
 
 def _or_now(now_s: float | None) -> float:
     return time.time() if now_s is None else now_s
-
-
-def _entry(target: SignedTarget) -> TargetFile:
-    hashes = {"sha256": target.sha256.hex()}
-    return TargetFile(target.length, hashes, target.path, {"custom": dict(target.custom)})
 
 
 def _as_target(path: str, entry: Any) -> SignedTarget:

@@ -18,11 +18,8 @@ import grpc
 from triplane.edge.agent.attempt import AttemptContext
 from triplane.edge.agent.capability import capability
 from triplane.edge.agent.journal import Journal
-from triplane.edge.agent.metadata import fetch_over
 from triplane.edge.agent.reconciler import Reconciler, report
-from triplane.edge.agent.refusal import AttemptRefused
 from triplane.edge.agent.seam import Seam
-from triplane.edge.agent.trust import Trust
 from triplane.edge.home import NodeHome, NodeSettings
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto.blobs import BlobFolder
@@ -30,6 +27,9 @@ from triplane.proto.channels import connect, connect_aio
 from triplane.proto.errors import TriplaneError, Unavailable
 from triplane.proto.identity import needs_renewal, renew
 from triplane.proto.signals import Termination
+from triplane.proto.signed.metadata import fetch_over
+from triplane.proto.signed.refusal import AttemptRefused
+from triplane.proto.signed.trust import Trust
 from triplane.proto.stream import SessionClient
 from triplane.proto.transfer import Pace, download
 

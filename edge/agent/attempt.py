@@ -16,9 +16,6 @@ from typing import Any, Final, Protocol
 
 from triplane.edge.agent.adapting import Compared
 from triplane.edge.agent.journal import Journal, Line
-from triplane.edge.agent.policy import Admission, check_metric
-from triplane.edge.agent.refusal import AttemptRefused, clipped
-from triplane.edge.agent.trust import Freshness
 from triplane.edge.agent.trying import judge_trial, run_adaptation, run_trial
 from triplane.edge.home import NodeHome
 from triplane.edge.serving.pointers import Pointer, write_pointer
@@ -34,6 +31,9 @@ from triplane.proto.errors import (
     Unavailable,
 )
 from triplane.proto.fleet_pb2 import Assignment
+from triplane.proto.signed.policy import Admission, check_metric
+from triplane.proto.signed.refusal import AttemptRefused, clipped
+from triplane.proto.signed.trust import Freshness
 from triplane.proto.targets import SignedTarget
 from triplane.proto.transfer import TooSlow, WrongLength
 

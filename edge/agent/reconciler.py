@@ -32,7 +32,6 @@ from triplane.edge.agent.attempt import (
     quarantine,
     restore,
 )
-from triplane.edge.agent.refusal import AttemptRefused, clipped
 from triplane.edge.serving.pointers import Pointer, read_pointers
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto.blobs import BlobFolder
@@ -45,6 +44,7 @@ from triplane.proto.documents import (
 )
 from triplane.proto.errors import InvalidInput, NotFound, TriplaneError, Unavailable
 from triplane.proto.messages import message_from
+from triplane.proto.signed.refusal import AttemptRefused, clipped
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from triplane.edge.agent.refusal import AttemptRefused
 from triplane.proto.errors import TriplaneError
 from triplane.proto.sandbox import allow_memory, serve_order
+from triplane.proto.signed.refusal import AttemptRefused
 
 RUNS: Final = 20
 """Timed runs of the goldens."""

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from triplane.edge.agent.adapting import GROWTH, Compared
-from triplane.edge.agent.refusal import AttemptRefused
 from triplane.proto.errors import Unavailable
 from triplane.proto.sandbox import ChildDied, ChildLimits, ask_once, ended_by
+from triplane.proto.signed.refusal import AttemptRefused
 from triplane.proto.targets import SignedTarget
 
 WALL_S: Final = 120.0

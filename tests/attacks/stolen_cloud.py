@@ -26,8 +26,6 @@ from triplane.cloud.identity.rights import PrincipalRole
 from triplane.cloud.server import Cloud
 from triplane.cloud.trust import MetadataRepository
 from triplane.cloud.trust.initial import policy_file
-from triplane.edge.agent.metadata import fetch_over
-from triplane.edge.agent.trust import bootstrap
 from triplane.edge.home import NodeHome, NodeSettings
 from triplane.proto import fleet_pb2, metadata_pb2, transfer_pb2
 from triplane.proto.channels import connect, server_credentials
@@ -35,6 +33,8 @@ from triplane.proto.errors import InvalidInput, NotFound, TriplaneError
 from triplane.proto.identity import enrol
 from triplane.proto.metadata_pb2_grpc import MetadataServicer, add_MetadataServicer_to_server
 from triplane.proto.session_pb2_grpc import SessionServicer, add_SessionServicer_to_server
+from triplane.proto.signed.metadata import fetch_over
+from triplane.proto.signed.trust import bootstrap
 from triplane.proto.status import status_of_aio
 from triplane.proto.stream import ServerSession, new_epoch
 from triplane.proto.targets import Policy, TargetName, bundle_target

@@ -10,11 +10,11 @@ from tests.support.node_power import BAD, MODEL, Node, made_home, path_of
 from triplane.cloud.fleet.reports import check_report
 from triplane.edge.agent import journal
 from triplane.edge.agent.reconciler import read_desired, report
-from triplane.edge.agent.refusal import AttemptRefused
 from triplane.edge.home import NodeHome
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto.documents import MAX_INCIDENTS, MAX_MODELS, MAX_NUMBER, check_desired
 from triplane.proto.errors import InvalidInput
+from triplane.proto.signed.refusal import AttemptRefused
 
 
 @pytest.fixture

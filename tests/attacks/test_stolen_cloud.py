@@ -119,7 +119,7 @@ def labelled(bundle):
     return file.getvalue()
 
 
-TRUST, POLICIES = "edge/agent/trust.py", "edge/agent/policy.py"
+TRUST, POLICIES = "proto/signed/trust.py", "proto/signed/policy.py"
 TRIAL, ATTEMPT = "edge/agent/trial.py", "edge/agent/attempt.py"
 TRANSFER, SESSION = "proto/transfer.py", "unified_ir/runtime/session.py"
 BLOBS = "proto/blobs.py"

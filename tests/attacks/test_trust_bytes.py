@@ -11,11 +11,11 @@ from tuf.api.metadata import Metadata
 from tuf.ngclient.updater import Updater
 
 from triplane.cloud.trust.signing import replace_keys
-from triplane.edge.agent.metadata import Fetcher
-from triplane.edge.agent.refusal import KINDS, AttemptRefused
-from triplane.edge.agent.trust import Trust
 from triplane.proto.blobs import BlobFolder
 from triplane.proto.errors import Corrupt, InvalidInput
+from triplane.proto.signed.metadata import Fetcher
+from triplane.proto.signed.refusal import KINDS, AttemptRefused
+from triplane.proto.signed.trust import Trust
 
 PATH = "release/digits@1+ort-x64.bundle"
 ROLES = ("root", "timestamp", "snapshot", "targets", "release")

@@ -23,9 +23,9 @@ from triplane.cloud.trust.initial import policy_file
 from triplane.cloud.trust.keys import KeyFolder
 from triplane.cloud.trust.roles import MAX_VERSION, expiry
 from triplane.cloud.trust.signing import replace_keys
-from triplane.edge.agent.policy import check_metric
-from triplane.edge.agent.refusal import AttemptRefused
 from triplane.proto.errors import Conflict, InvalidInput
+from triplane.proto.signed.policy import check_metric
+from triplane.proto.signed.refusal import AttemptRefused
 from triplane.proto.targets import Policy, Rule, in_share
 
 PATH = "release/digits@1+ort-x64.bundle"

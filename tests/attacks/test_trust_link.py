@@ -15,9 +15,9 @@ from tests.attacks.trust_stage import (
 )
 from tuf.api.metadata import Metadata
 
-from triplane.edge.agent.refusal import AttemptRefused
-from triplane.edge.agent.trust import Trust, bootstrap
 from triplane.proto.errors import Unavailable
+from triplane.proto.signed.refusal import AttemptRefused
+from triplane.proto.signed.trust import Trust, bootstrap
 
 PATH = "release/digits@1+ort-x64.bundle"
 OTHER = "release/digits@2+ort-x64.bundle"

@@ -9,13 +9,13 @@ import pytest
 from tests.attacks.trust_stage import DAY_S, bundle_entry, refusal, signed_by, stage
 
 from triplane.cloud.trust import MetadataServicer
-from triplane.edge.agent.metadata import fetch_over
-from triplane.edge.agent.refusal import AttemptRefused
-from triplane.edge.agent.trust import Trust, bootstrap
 from triplane.proto import metadata_pb2 as pb
 from triplane.proto.channels import CHANNEL_OPTIONS, server_options
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.proto.metadata_pb2_grpc import MetadataStub, add_MetadataServicer_to_server
+from triplane.proto.signed.metadata import fetch_over
+from triplane.proto.signed.refusal import AttemptRefused
+from triplane.proto.signed.trust import Trust, bootstrap
 from triplane.proto.status import remote_errors
 
 PATH = "release/digits@1+ort-x64.bundle"
@@ -172,7 +172,7 @@ def test_an_answer_without_end_is_refused_over_grpc(cloud, wire):
 def test_an_answer_that_never_comes_ends_at_the_deadline(cloud, wire, monkeypatch):
     trust = node(cloud, wire)
     assert trust.refresh().is_fresh
-    monkeypatch.setattr("triplane.edge.agent.metadata.FETCH_DEADLINE_S", 0.2)
+    monkeypatch.setattr("triplane.proto.signed.metadata.FETCH_DEADLINE_S", 0.2)
     cloud.silent.add("timestamp.json")
     found = trust.refresh()
     assert (found.is_fresh, found.refusals) == (True, ())

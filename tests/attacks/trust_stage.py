@@ -14,8 +14,8 @@ from triplane.cloud.trust import MetadataRepository, initialize
 from triplane.cloud.trust.initial import policy_file
 from triplane.cloud.trust.keys import read_private
 from triplane.cloud.trust.roles import expiry
-from triplane.edge.agent.refusal import AttemptRefused
-from triplane.edge.agent.trust import Trust, bootstrap
+from triplane.proto.signed.refusal import AttemptRefused
+from triplane.proto.signed.trust import Trust, bootstrap
 from triplane.proto.targets import Policy, Rule, TargetName, bundle_target
 
 DAY_S = 86_400.0

@@ -10,14 +10,17 @@ import grpc
 import grpc.aio
 from tests.cloud.federation.given import POPULATION
 from tests.federated.core import plans
+from tests.support.plan_signatures import PlanSigner
 
 from triplane.cloud.identity.authority import Authority
+from triplane.cloud.trust import MetadataServicer
 from triplane.device import FederatedClient
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.blobs import BlobFolder
 from triplane.proto.channels import server_credentials, server_options
 from triplane.proto.credentials import IdentityFolder
 from triplane.proto.identity import certificate_pem, certificate_request, key_pem, new_key
+from triplane.proto.metadata_pb2_grpc import add_MetadataServicer_to_server
 from triplane.proto.session_pb2_grpc import SessionServicer, add_SessionServicer_to_server
 from triplane.proto.status import status_of_aio
 from triplane.proto.stream import ServerSession, new_epoch
@@ -36,6 +39,8 @@ class Stage(SessionServicer):
     def __init__(self, folder, authority, port=0):
         self.folder, self.authority, self.port = folder, authority, port
         self.blobs = BlobFolder(folder / "blobs")
+        self.signer = PlanSigner(folder / "signed")
+        self.signed = set()
         self.epoch = new_epoch()
         self.session = ServerSession(self.epoch, self._take, heartbeat_s=1.0)
         self.heard = []
@@ -79,10 +84,13 @@ class Stage(SessionServicer):
         sha256 = self.blobs.put_file(path)
         return pb.Blob(sha256=sha256, size=path.stat().st_size)
 
-    def plan(self, **changes):
-        """The blob of a plan, and its root digest."""
+    def plan(self, *, sign=True, **changes):
+        """The blob of a plan, and its root digest. sign: whether people have signed it."""
         path = self.folder / "made.plan"
         digest = write_plan(path, plans.spec(**changes))
+        if sign and digest not in self.signed:
+            self.signer.sign(path)
+            self.signed.add(digest)
         return self.put(path), digest
 
     def state(self, digest, roles=plans.ROLES, **changes):
@@ -93,13 +101,15 @@ class Stage(SessionServicer):
 
     def task(self, number=1, **changes):
         """An honest task to learn, but for `changes`."""
-        plan, digest = self.plan()
+        made = {}
+        if not {"plan", "state"} <= changes.keys():
+            made["plan"], digest = self.plan()
+            made["state"] = self.state(digest)
         fields = {
+            **made,
             "run": RUN,
             "round": 1,
             "lease": lease(number),
-            "plan": plan,
-            "state": self.state(digest),
             "sampling": pb.Sampling(steps=3, batch_size=4, support=4, query=3),
             "seed": 7,
             "deadline_s": 60.0,
@@ -127,6 +137,8 @@ async def staged(folder, port=0):
     server = grpc.aio.server(options=server_options())
     add_SessionServicer_to_server(stage, server)
     add_TransferServicer_to_server(TransferServicer(stage.blobs), server)
+    metadata = MetadataServicer(stage.signer.repository, _unused, _unused)
+    add_MetadataServicer_to_server(metadata, server)
     credentials = server_credentials(authority.pem, certificate_pem(certificate), key_pem(key))
     stage.port = server.add_secure_port(f"127.0.0.1:{port}", credentials)
     await server.start()
@@ -136,10 +148,15 @@ async def staged(folder, port=0):
         await server.stop(0)
 
 
+async def _unused(*_):
+    raise AssertionError("nobody submits metadata here")
+
+
 def client_at(stage, home, shard, **options):
     """A client that is enrolled at the stage."""
     client = FederatedClient(home, shard, population=POPULATION, **options)
     home.mkdir(exist_ok=True)
+    stage.signer.trusted_by(home)
     key = new_key()
     made = stage.authority.issue(certificate_request(key), "ann", time.time())
     IdentityFolder(home / "identity").save(

@@ -2,14 +2,14 @@
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper
 from tests.cloud.federation import given
 from tests.device.stage import RUN, client_at, lease, serving, staged
 from tests.federated.core import plans
-from tests.runtime.graphs import model
 from tests.support.deadlines import within
 
 from triplane.proto import federation_pb2 as pb
+from triplane.proto.plan_statement import PlanRule
+from triplane.proto.signed_fields import AUTO
 from triplane.unified_ir.convert.conversion import read_model
 from triplane.unified_ir.federated.algorithms import Hyper, plan_of
 from triplane.unified_ir.federated.core.files import like_of, most_bytes, read_update, write_state
@@ -17,45 +17,39 @@ from triplane.unified_ir.federated.core.learn import Work, learn
 from triplane.unified_ir.runtime import Plan
 
 SHARD = plans.shard(held_out=6)
-SEEN = {"seen": np.zeros((20, 2), np.float32)}
-
-
-def storing() -> bytes:
-    """`local_update` that learns nothing and keeps its batch in a buffer."""
-    nodes = [
-        helper.make_node("ReduceMean", ["y"], ["loss"], keepdims=0),
-        helper.make_node("Identity", ["x"], ["seen:next"]),
-    ]
-    inputs = {"seen": (20, 2), "x": (20, 2), "y": ("N", 1)}
-    return model(nodes, inputs, {"loss": (), "seen:next": (20, 2)}, types={"y": TensorProto.FLOAT})
+STOLEN = {"w": np.zeros((20, 2), np.float32)}
 
 
 @pytest.mark.slow
-def test_a_plan_whose_buffer_stores_the_batch_returns_every_sample_bit_for_bit(tmp_path):
-    async def story():
-        async with (
-            staged(tmp_path / "stage") as stage,
-            serving(client_at(stage, tmp_path / "ann", SHARD)),
-        ):
-            await stage.offer()
-            plan, digest = stage.plan(
-                entries={"local_update": storing()}, state=SEEN, roles={"seen": "buffer"}
-            )
-            path = tmp_path / "zeros.state"
-            write_state(path, SEEN, {"seen": "buffer"}, plan=digest)
-            task = stage.task(
-                plan=plan, state=stage.put(path), sampling=pb.Sampling(steps=1, batch_size=20)
-            )
-            stage.tell(task)
-            told = await stage.contribution(lease(1))
-            return stage.blobs.find(told.update.blob.sha256)
+def test_a_stolen_cloud_reads_samples_from_a_tensor_named_as_the_policy_allows(tmp_path):
+    """Its key signs within the policy, and a name does not say what a tensor holds."""
 
-    like = like_of(SEEN)
+    async def story():
+        async with staged(tmp_path / "stage") as stage:
+            stage.signer.allow(tiny=PlanRule(("fedavg",), ("w",)))
+            async with serving(client_at(stage, tmp_path / "ann", SHARD)):
+                await stage.offer()
+                plan, digest = stage.plan(
+                    sign=False,
+                    entries={"local_update": plans.storing("w")},
+                    state=STOLEN,
+                    roles={"w": "parameter"},
+                )
+                stage.signer.sign(stage.folder / "made.plan", AUTO)
+                path = tmp_path / "zeros.state"
+                write_state(path, STOLEN, {"w": "parameter"}, plan=digest)
+                task = stage.task(
+                    plan=plan, state=stage.put(path), sampling=pb.Sampling(steps=1, batch_size=20)
+                )
+                stage.tell(task)
+                told = await stage.contribution(lease(1))
+                return stage.blobs.find(told.update.blob.sha256)
+
+    like = like_of(STOLEN)
     change = read_update(
-        within(story()), like, run=RUN, lease=lease(1).hex(), max_bytes=most_bytes(like),
-        buffers={"seen"},
-    )  # fmt: skip
-    stolen = {row.tobytes() for row in change["seen"]}
+        within(story()), like, run=RUN, lease=lease(1).hex(), max_bytes=most_bytes(like)
+    )
+    stolen = {row.tobytes() for row in change["w"]}
     assert stolen == {row.tobytes() for row in SHARD.train["x"]}
 
 

@@ -112,6 +112,7 @@ def test_what_devices_learn_goes_live_adapted_where_it_serves(tmp_path, shards):
             "cloud", "policy", "set", MODEL, "--golden", golden, "--floor", "55%",
             "--share", "100%", "--keys", cloud.keys,
         )  # fmt: skip
+        cloud.ask("cloud", "policy", "set-plans", MODEL, "--keys", cloud.keys)
         devices = [Device(cloud, tmp_path, name, shards[name]) for name in names[:DEVICES]]
         with ExitStack() as stack:
             load = stack.enter_context(Load(node.port, MODEL, held_out["x"][:1]))

@@ -25,7 +25,6 @@ from tests.support.cloud_process import running
 from triplane.device.enrolling import enrol as device_enrols
 from triplane.device.home import DeviceHome, DeviceSettings
 from triplane.edge import enrolling
-from triplane.edge.agent.trust import BOOTSTRAP
 from triplane.edge.home import NodeHome
 from triplane.proto import enrolment_pb2, metadata_pb2
 from triplane.proto.enrolment_pb2_grpc import (
@@ -37,6 +36,7 @@ from triplane.proto.errors import Conflict, Corrupt, InvalidInput, Unavailable
 from triplane.proto.identity import certificate_pem, key_pem, new_key
 from triplane.proto.identity import enrol as person_enrols
 from triplane.proto.metadata_pb2_grpc import MetadataServicer, add_MetadataServicer_to_server
+from triplane.proto.signed.trust import BOOTSTRAP
 from triplane.proto.status import status_of
 
 pytestmark = pytest.mark.slow

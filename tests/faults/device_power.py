@@ -15,6 +15,8 @@ from triplane.device.stopping import StopToken
 from triplane.device.task_runner import TaskRunner
 from triplane.device.tasks import Blob, Task, WorkSet
 from triplane.proto import federation_pb2 as pb
+from triplane.proto.plan_statement import Least, PlanStatement
+from triplane.proto.targets import plan_target
 from triplane.unified_ir.federated.core.files import write_state
 from triplane.unified_ir.federated.core.learn import Work, shared
 from triplane.unified_ir.runtime import write_plan
@@ -42,6 +44,7 @@ class Blobs:
     states: tuple
     data: dict
     compression: str
+    tensors: tuple
 
     @classmethod
     def make(cls, folder, roles=plans.ROLES, compression="int8"):
@@ -59,7 +62,15 @@ class Blobs:
         for number in range(1, ROUNDS + 1):
             write_state(folder / "state", of_run | {"w": of_run["w"] + number}, roles, plan=digest)
             states.append(put(folder / "state"))
-        return cls(plan, tuple(states), data, compression)
+        return cls(plan, tuple(states), data, compression, shared(roles))
+
+    def verify(self, digest):
+        """Return the signature of the plan; the power cuts are about what a device stores."""
+        statement = PlanStatement(
+            model="tiny", version=1, model_digest="0" * 64, digest=digest, algorithm="fedavg",
+            hyperparameters={}, tensors=self.tensors, least=Least(),
+        )  # fmt: skip
+        return plan_target("plans", statement, length=self.plan.size, sha256=self.plan.sha256)
 
     def task(self, number):
         work = Work(
@@ -112,7 +123,7 @@ class Story:
         home.make()
         played = mock.patch.multiple(working, upload=self.upload, download=self.download)
         with played, home.held():
-            desk = TaskRunner(home, SHARD, DeviceSettings(), lambda: WIRE)
+            desk = TaskRunner(home, SHARD, DeviceSettings(), lambda: WIRE, self.blobs.verify)
             self.settle(desk)
             while self.number <= ROUNDS:
                 told = desk.do(self.blobs.task(self.number), StopToken(float("inf")))

@@ -26,7 +26,6 @@ from tests.faults.nursery import Nursery
 
 from triplane.cloud.home import initialize
 from triplane.cloud.identity.authority import Authority
-from triplane.edge.agent.trust import bootstrap
 from triplane.edge.home import NodeHome, NodeSettings
 from triplane.edge.serving.wire import WIRE_NAME
 from triplane.edge.supervisor.children import is_alive
@@ -37,6 +36,7 @@ from triplane.proto.identity import (
     key_pem,
     new_key,
 )
+from triplane.proto.signed.trust import bootstrap
 from triplane.unified_ir import convert, nn, optim, train
 
 END_S = 180.0

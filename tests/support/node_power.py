@@ -11,15 +11,15 @@ from tests.faults.crash_disk import CrashDisk, PowerCut
 
 from triplane.edge.agent.attempt import AttemptContext
 from triplane.edge.agent.journal import Journal
-from triplane.edge.agent.policy import Admission
 from triplane.edge.agent.reconciler import Reconciler
-from triplane.edge.agent.refusal import AttemptRefused
-from triplane.edge.agent.trust import Freshness
 from triplane.edge.home import NodeHome
 from triplane.edge.serving.pointers import read_pointers
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto.blobs import BlobFolder
 from triplane.proto.errors import Corrupt
+from triplane.proto.signed.policy import Admission
+from triplane.proto.signed.refusal import AttemptRefused
+from triplane.proto.signed.trust import Freshness
 from triplane.proto.targets import SignedTarget
 
 MODEL = "m"

@@ -37,6 +37,17 @@ def token_options(function: F) -> F:
     return token(cloud(function))
 
 
+def root_option(machine: str) -> Callable[[F], F]:
+    """Return the option `--root root.json`, the first root of signed metadata to trust."""
+    return click.option(
+        "--root",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        metavar="root.json",
+        help="A copy of root.json from the folder of the offline keys, brought here by hand. The "
+        f"{machine} then accepts only metadata that follows from it.  [default: the cloud's own]",
+    )
+
+
 def log_level_option(default: str) -> Callable[[F], F]:
     """Return the option `--log-level`."""
     return click.option(

@@ -6,11 +6,13 @@ import json
 import click
 import pytest
 from click.testing import CliRunner
+from tests.cloud.cli.verbs import answer
 from tests.cloud.federation.given import devices_of, living, make_home, registered
 
 from triplane.cloud.cli.federate import command
 from triplane.cloud.cli.runs import ROUND_HEADINGS, aftermath, changes, round_row, run_text
 from triplane.cloud.federation.spec import hyper_of, with_defaults
+from triplane.cloud.home import initialize
 from triplane.cloud.server import running
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.hyperparameters import values_of
@@ -217,3 +219,49 @@ def test_a_device_that_waits_is_told_of_at_once_and_shown_until_it_goes_on():
     assert changes(second, second) == []
     assert "waits: the disk is full?[2J" in run_text(second)
     assert "waits" not in run_text(first)
+
+
+@pytest.mark.long
+def test_a_waiting_run_is_signed_and_the_policy_for_plans_set_shown_and_taken_back(tmp_path):
+    home = initialize(tmp_path / "home", offline_keys=tmp_path / "keys").home
+    asked = ("--identity", home.operator)
+    keys = ("--keys", tmp_path / "keys")
+
+    async def verb(*argv, **options):
+        return await asyncio.to_thread(answer, *argv, *asked, **options)
+
+    async def story():
+        async with asyncio.timeout(DEADLINE_S), running(home) as cloud:
+            await registered(cloud, tmp_path)
+            await said(home, *BEGIN, "--detach")
+            moved = cloud.federation.moved
+            while "waits for a signature" not in (run := await verb("federate", "show"))["reason"]:
+                await moved.wait()
+                moved = cloud.federation.moved
+            assert f"triplane federate sign {run['id']} --keys DIR" in run["reason"]
+            signed = await verb("federate", "sign", run["id"], *keys, "--least-batch", "3")
+            assert signed["published"]
+            assert signed["path"] == f"plans/{signed['content_digest']}.plan"
+            assert (signed["least_devices"], signed["least_batch"]) == (2, 3)
+            assert signed["least_steps"] == 2
+            assert signed["tensors"] == ["0.bias", "0.weight", "2.bias", "2.weight"]
+            wrong = await verb(
+                "federate", "sign", run["id"], *keys, "--model-digest", "0" * 64, code=5
+            )
+            assert "as you expect" in str(wrong)
+            await verb("cloud", "policy", "set-plans", "tiny", "--algorithm", "fed*", *keys)
+            shown = (await verb("cloud", "policy", "show"))["plans"]
+            await verb("cloud", "policy", "remove-plans", "tiny", *keys)
+            return shown, (await verb("cloud", "policy", "show"))["plans"]
+
+    shown, removed = asyncio.run(story())
+    assert shown == {
+        "tiny": {
+            "algorithms": ["fed*"],
+            "tensors": ["0.bias", "0.weight", "2.bias", "2.weight", "rate.*"],
+            "least_devices": 2,
+            "least_batch": 2,
+            "least_steps": 1,
+        }
+    }
+    assert removed == {}

@@ -54,7 +54,7 @@ pytestmark = pytest.mark.slow
 def test_what_people_signed_is_renewed_after_a_warning(people, place, capsys):
     day = f"{moment(shown(place)['release']['expires_s']):%Y-%m-%d}"
     status = said(capsys, "cloud", "status")
-    for role in ("targets", "release"):
+    for role in ("targets", "release", "plans"):
         assert f"the signatures of people for {role} expire on {day}" in status
         assert f"triplane cloud keys renew --role {role}" in status
     assert "for root" not in status
@@ -62,6 +62,7 @@ def test_what_people_signed_is_renewed_after_a_warning(people, place, capsys):
     assert {role: made["published"] for role, made in done["roles"].items()} == {
         "targets": True,
         "release": True,
+        "plans": True,
     }
     assert answer("cloud", "status")["warnings"] == []
     told = said(capsys, "cloud", "keys", "renew", "--keys", place / "keys", "--role", "root")

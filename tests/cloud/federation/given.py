@@ -15,11 +15,14 @@ import numpy as np
 from triplane.cloud.home import initialize
 from triplane.cloud.identity.rights import PrincipalRole
 from triplane.cloud.registry import Push
+from triplane.cloud.trust import MetadataRepository
+from triplane.cloud.trust.signing import sign_plan_policy
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.blobs import BlobFolder
 from triplane.proto.channels import connect, connect_aio
 from triplane.proto.errors import Conflict, InvalidInput, Unavailable
 from triplane.proto.identity import IdentityFolder, enrol
+from triplane.proto.plan_statement import PlanPolicy, PlanRule
 from triplane.proto.stream import SessionClient
 from triplane.proto.transfer import download, upload
 from triplane.unified_ir import nn, optim, train
@@ -30,6 +33,8 @@ from triplane.unified_ir.runtime import Plan
 
 FEATURES, CLASSES = 6, 3
 POPULATION = "labs"
+MODELS = ("tiny", "own", "wide", "sine")
+"""Models of tests whose plans the cloud's key may sign."""
 
 
 def model_bytes(folder, seed=0):
@@ -56,8 +61,15 @@ def shard(seed, train_samples=24, held_out=12):
 
 
 def make_home(folder):
-    """A new cloud without anything in it."""
-    return initialize(folder / "home", offline_keys=folder / "keys").home
+    """A new cloud without anything in it, whose policy allows every plan of these models."""
+    home = initialize(folder / "home", offline_keys=folder / "keys").home
+    rule = PlanRule(("*",), ("*",))
+    sign_plan_policy(
+        MetadataRepository(home.metadata, home.keys),
+        PlanPolicy(dict.fromkeys(MODELS, rule)),
+        folder / "keys",
+    )
+    return home
 
 
 async def registered(cloud, folder, seed=0):

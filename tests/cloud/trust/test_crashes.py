@@ -10,8 +10,8 @@ from tests.cloud.trust.power import FailingDisk, PowerCut
 from triplane.cloud.trust import MetadataRepository
 from triplane.cloud.trust.keys import KeyFolder
 from triplane.cloud.trust.signing import replace_keys
-from triplane.edge.agent.refusal import AttemptRefused
-from triplane.edge.agent.trust import Trust
+from triplane.proto.signed.refusal import AttemptRefused
+from triplane.proto.signed.trust import Trust
 
 PATH = "release/digits@1+ort-x64.bundle"
 NEW = "release/digits@2+ort-x64.bundle"

@@ -22,8 +22,8 @@ from triplane.cloud.trust.keys import KeyFolder
 from triplane.cloud.trust.repository import KEPT_VERSIONS, MAX_OVERTAKEN
 from triplane.cloud.trust.roles import MAX_METADATA_BYTES, moment
 from triplane.cloud.trust.signing import renew, replace_keys
-from triplane.edge.agent.refusal import AttemptRefused
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound, TriplaneError
+from triplane.proto.signed.refusal import AttemptRefused
 from triplane.proto.targets import Policy, Rule
 
 PATH = "release/digits@1+ort-x64.bundle"
@@ -195,7 +195,7 @@ def backtracking(made):
     [
         (widen, "targets delegates exactly"),
         (weaken, "release needs its threshold of 2 met by different keys"),
-        (hidden, r"targets lists policy\.json and golden/NAME, got 'release/digits@1"),
+        (hidden, r"targets lists policy\.json, plans\.json and golden/NAME, got 'release/digits@1"),
         (unlisted, r"golden sets that targets does not list: \['golden/digits\.npz'\]"),
         (no_policy, r"lists no policy\.json"),
         (backtracking, "the delegation of release must be terminating"),
@@ -472,11 +472,11 @@ def test_the_root_key_itself_is_replaced_when_both_sign(cloud):
 
 
 def test_keys_are_files_only_their_owner_can_read(cloud):
-    for folder in (cloud.online, cloud.offline):
+    for folder, count in ((cloud.online, 3), (cloud.offline, 4)):
         assert folder.stat().st_mode & 0o777 == 0o700
         found = sorted(folder.glob("*.pem"))
         assert {path.stat().st_mode & 0o777 for path in found} == {0o600}
-        assert len(KeyFolder(folder).signers()) == len(found) == 3
+        assert len(KeyFolder(folder).signers()) == len(found) == count
     with pytest.raises(Conflict, match="a key is never replaced"):
         KeyFolder(cloud.online).make("auto")
     (cloud.online / "auto.pem").write_bytes(b"no key")

@@ -1,15 +1,20 @@
 """Other keys for every role: nodes follow, lists are carried on or dropped, none is half done."""
 
 import pytest
-from tests.attacks.trust_stage import bundle_entry, load, stage
+from tests.attacks.trust_stage import bundle_entry, load, signed_by, stage
+from tuf.api._payload import Targets
+from tuf.api.metadata import Metadata
 
+from triplane.cloud.trust import initial
 from triplane.cloud.trust.keys import KeyFolder, read_public
-from triplane.cloud.trust.roles import ROLES
+from triplane.cloud.trust.repository import target_file
+from triplane.cloud.trust.roles import ROLES, expiry
 from triplane.cloud.trust.rotating import Lists, rotate
-from triplane.cloud.trust.signing import renew, replace_keys
-from triplane.edge.agent.refusal import AttemptRefused
+from triplane.cloud.trust.signing import Signer, renew, replace_keys
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
-from triplane.proto.targets import Rule
+from triplane.proto.plan_statement import Least, PlanStatement
+from triplane.proto.signed.refusal import AttemptRefused
+from triplane.proto.targets import Rule, plan_target
 
 PATH = "release/digits@1+ort-x64.bundle"
 AUTO = "auto/digits@2+ort-x64.bundle"
@@ -168,3 +173,82 @@ def test_the_public_half_of_a_key_is_handed_over_as_a_file(tmp_path):
         (tmp_path / name).write_bytes(data)
         with pytest.raises(Corrupt, match=name):
             read_public(tmp_path / name)
+
+
+def older(folder, monkeypatch):
+    """Metadata as an earlier release made it, without the role plans."""
+    for name in ("ROLES", "DELEGATED"):
+        table = getattr(initial, name)
+        is_dict = isinstance(table, dict)
+        kept = [row for row in (table.values() if is_dict else table) if row.name != "plans"]
+        monkeypatch.setattr(initial, name, {r.name: r for r in kept} if is_dict else tuple(kept))
+    made = stage(folder)
+    monkeypatch.undo()
+    return made
+
+
+def test_a_cloud_of_an_earlier_release_gets_the_role_plans(tmp_path, monkeypatch):
+    cloud = older(tmp_path / "cloud", monkeypatch)
+    device, digest = cloud.node("device"), "ab" * 32
+    assert "plans" not in cloud.repository.versions()
+    assert device.refresh().is_fresh
+    with pytest.raises(AttemptRefused, match="is not listed: nobody has signed plans yet"):
+        device.plan(digest, by_people=True)
+    with pytest.raises(AttemptRefused, match="is not listed by the role auto"):
+        device.plan(digest, by_people=False)
+    with pytest.raises(NotFound, match="triplane cloud keys rotate plans --keys DIR"):
+        Signer(cloud.repository, cloud.offline, "plans")
+    with pytest.raises(InvalidInput, match="triplane cloud keys rotate plans --keys DIR"):
+        cloud.repository.submit("plans", plans_of(cloud, 1).to_bytes())
+    _, key = KeyFolder(cloud.offline).make_next("plans")
+    done = rotate(cloud.repository, "plans", [key.public_key], cloud.offline)
+    assert done.named.submitted.published
+    assert done.again is not None
+    assert done.again.submitted.published
+    assert cloud.repository.versions()["plans"] == 1
+    assert cloud.reopened().versions()["plans"] == 1
+    assert device.refresh().is_fresh
+    with pytest.raises(AttemptRefused, match="is not listed by the role plans"):
+        device.plan(digest, by_people=True)
+    signer = Signer(cloud.repository, cloud.offline, "plans")
+    signer.sign(None, {PLAN.path: target_file(PLAN)})
+    assert device.refresh().is_fresh
+    assert device.plan(digest, by_people=True) == PLAN
+
+
+def test_a_role_that_is_named_but_has_not_signed_yet_lists_nothing(tmp_path, monkeypatch):
+    """The new key is with another person, who signs later."""
+    cloud = older(tmp_path / "cloud", monkeypatch)
+    key = KeyFolder(tmp_path / "other").make("plans").public_key
+    done = rotate(cloud.repository, "plans", [key], cloud.offline)
+    assert (done.named.submitted.published, done.again) == (True, None)
+    device = cloud.node("device")
+    assert device.refresh().is_fresh
+    with pytest.raises(AttemptRefused, match="nobody has signed plans yet"):
+        device.plan("ab" * 32, by_people=True)
+    assert cloud.repository.pending("plans").metadata == b""
+    assert cloud.repository.keep_fresh() > 0
+
+
+def test_the_delegation_to_plans_stays(tmp_path):
+    cloud = stage(tmp_path)
+    made = cloud.next_targets("targets")
+    del made.signed.delegations.roles["plans"]
+    made = signed_by(cloud.offline, made, "targets")
+    with pytest.raises(InvalidInput, match="targets must keep its delegation to plans"):
+        cloud.repository.submit("targets", made.to_bytes())
+
+
+def plans_of(cloud, version):
+    return Metadata(Targets(version=version, expires=expiry("plans", cloud.clock())))
+
+
+PLAN = plan_target(
+    "plans",
+    PlanStatement(
+        model="tiny", version=1, model_digest="0" * 64, digest="ab" * 32, algorithm="fedavg",
+        hyperparameters={}, tensors=("w",), least=Least(),
+    ),
+    length=7,
+    sha256=bytes(32),
+)  # fmt: skip

@@ -19,9 +19,9 @@ from triplane.cloud.trust.repeating import GOLDENS, differences
 from triplane.cloud.trust.repository import Pending
 from triplane.cloud.trust.roles import moment
 from triplane.cloud.trust.signing import renew, replace_keys, sign_policy, sign_release
-from triplane.edge.agent.refusal import AttemptRefused
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 from triplane.proto.registry_pb2 import Bundle, Recipe, Version
+from triplane.proto.signed.refusal import AttemptRefused
 from triplane.proto.targets import Policy, Rule
 from triplane.unified_ir.convert import convert
 from triplane.unified_ir.files.container import Container

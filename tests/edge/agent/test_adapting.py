@@ -19,11 +19,11 @@ from triplane.edge.agent.adapting import (
     read_samples,
     split,
 )
-from triplane.edge.agent.refusal import AttemptRefused
 from triplane.edge.agent.trial import golden_accuracy
 from triplane.edge.agent.trying import run_adaptation, run_trial
 from triplane.edge.cli import edge
 from triplane.proto.errors import Corrupt, InvalidInput
+from triplane.proto.signed.refusal import AttemptRefused
 from triplane.unified_ir import convert, data, nn, ops, optim, train
 from triplane.unified_ir.files.pixels import as_input
 from triplane.unified_ir.runtime import Bundle

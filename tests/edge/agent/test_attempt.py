@@ -21,15 +21,15 @@ from tests.support.node_power import (
 
 from triplane.edge.agent.adapting import Compared
 from triplane.edge.agent.attempt import Attempt, Superseded
-from triplane.edge.agent.policy import Admission
 from triplane.edge.agent.reconciler import LOOK_S
-from triplane.edge.agent.refusal import AttemptRefused
-from triplane.edge.agent.trust import Freshness
 from triplane.edge.agent.trying import judge_trial
 from triplane.edge.home import NodeHome
 from triplane.edge.serving.pointers import read_pointers
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto.errors import Conflict, InvalidInput, NotFound, Unavailable
+from triplane.proto.signed.policy import Admission
+from triplane.proto.signed.refusal import AttemptRefused
+from triplane.proto.signed.trust import Freshness
 from triplane.proto.targets import Rule
 
 

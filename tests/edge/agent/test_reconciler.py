@@ -8,12 +8,12 @@ import pytest
 from tests.faults.crash_disk import CrashDisk
 from tests.support.node_power import BAD, MODEL, Node, Signed, content, fetch, made_home, trial
 
-from triplane.edge.agent.policy import Admission
 from triplane.edge.home import NodeHome
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto.blobs import BlobFolder
 from triplane.proto.disk import OS_DISK
 from triplane.proto.errors import InvalidInput, NotFound, Unavailable
+from triplane.proto.signed.policy import Admission
 from triplane.proto.targets import Rule
 
 WAITING = "w"

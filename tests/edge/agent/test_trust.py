@@ -4,10 +4,10 @@ import pytest
 from tests.attacks.trust_stage import DAY_S, Clock, bundle_entry, stage
 from tuf.api import exceptions as errors
 
-from triplane.edge.agent.explain import ROWS
-from triplane.edge.agent.trust import CLOCK_TOLERANCE_S, LATEST_TIME, Trust
 from triplane.proto.disk import OsDisk
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, Unavailable
+from triplane.proto.signed.explain import ROWS
+from triplane.proto.signed.trust import CLOCK_TOLERANCE_S, LATEST_TIME, Trust
 
 PATH = "release/digits@1+ort-x64.bundle"
 

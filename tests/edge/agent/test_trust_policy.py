@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triplane.edge.agent.policy import Admission, check_metric, judge
-from triplane.edge.agent.refusal import KINDS, AttemptRefused
+from triplane.proto.signed.policy import Admission, check_metric, judge
+from triplane.proto.signed.refusal import KINDS, AttemptRefused
 from triplane.proto.targets import Policy, Rule, SignedTarget, TargetName, in_share
 
 NAMES = st.from_regex(r"[a-z0-9][a-z0-9._-]{0,20}", fullmatch=True)

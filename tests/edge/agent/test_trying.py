@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from tests.quantize.nets import module_of
 
-from triplane.edge.agent.refusal import AttemptRefused
 from triplane.edge.agent.trying import IDENTIFYING, judge_trial, run_trial
+from triplane.proto.signed.refusal import AttemptRefused
 from triplane.proto.targets import SignedTarget
 from triplane.unified_ir import TensorSpec, convert, nn, ops, optim, train
 

@@ -18,12 +18,12 @@ import tritonclient.grpc as client
 
 from triplane.cloud.home import initialize
 from triplane.cloud.identity.authority import Authority
-from triplane.edge.agent.trust import bootstrap
 from triplane.edge.home import NodeHome, NodeSettings
 from triplane.edge.serving.wire import WIRE_NAME
 from triplane.edge.supervisor.children import is_alive, read_record
 from triplane.proto.errors import Corrupt
 from triplane.proto.identity import certificate_pem, certificate_request, key_pem, new_key
+from triplane.proto.signed.trust import bootstrap
 from triplane.unified_ir.cli.shell import EXIT_CODES
 from triplane.unified_ir.runtime import available_providers
 

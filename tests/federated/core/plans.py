@@ -62,6 +62,17 @@ def local_update(x="x", y="y", more=()) -> bytes:
     return model(nodes, {**inputs, "key": (2,), **batch}, outputs, constants, types=TYPES)
 
 
+def storing(tensor: str) -> bytes:
+    """`local_update` that learns nothing and keeps its batch of 20 in a shared tensor."""
+    nodes = [
+        helper.make_node("ReduceMean", ["y"], ["loss"], keepdims=0),
+        helper.make_node("Identity", ["x"], [f"{tensor}:next"]),
+    ]
+    inputs = {tensor: (20, 2), "x": (20, 2), "y": ("N", 1)}
+    outputs = {"loss": (), f"{tensor}:next": (20, 2)}
+    return model(nodes, inputs, outputs, types={"y": TensorProto.FLOAT})
+
+
 def adapt() -> bytes:
     """w goes one tenth of the way to the mean of x, which a test can follow by hand."""
     node = helper.make_node

@@ -3,12 +3,18 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core import pipeline
-from triplane.unified_ir.federated.core.compress import COMPRESSIONS
+from triplane.unified_ir.federated.core.compress import COMPRESSIONS, Compressor
+from triplane.unified_ir.federated.core.draws import Draws
 from triplane.unified_ir.federated.core.pipeline import PIPELINE, STAGES, check, pipeline_row
+from triplane.unified_ir.federated.privacy.accountant import MAX_MULTIPLIER, MIN_MULTIPLIER
+from triplane.unified_ir.federated.privacy.central import MAX_BANDS
+from triplane.unified_ir.federated.privacy.clipping import MAX_NORM, MIN_NORM, clip, l2_norm
+from triplane.unified_ir.federated.privacy.distributed import MAX_HONEST
 
 CLIPS = ("clip-fixed", "clip-adaptive")
 NOISES = ("noise-central", "noise-correlated", "noise-distributed")
@@ -21,6 +27,7 @@ REFUSED = {
         ([("clip-adaptive", "noise-correlated")], "only fits if the norm stays the same"),
         ([("int8", "mask")], "8-bit encoding of its own"),
         ([("top-k", "mask")], "which entries a device picked"),
+        (itertools.product(("int8", "top-k"), NOISES[:2]), "may exceed the norm"),
         (itertools.product(("int8", "top-k"), ["noise-distributed"]), "integers of the masked"),
         ([("noise-correlated", "noise-distributed")], "cannot take it back"),
         (itertools.product(NOISES, ["by-examples"]), "sum of weights"),
@@ -43,7 +50,9 @@ NEEDED = {
 
 
 def values(name):
-    return {p.name: int(p.least) if p.whole else p.least for p in pipeline_row(name).parameters}
+    least = {p.name: int(p.least) if p.whole else p.least for p in pipeline_row(name).parameters}
+    # Without noise in the bits, adaptive clipping composes with no other noise.
+    return least | ({"bit_noise": 1.0} if "bit_noise" in least else {})
 
 
 def demanded(*names):
@@ -114,7 +123,6 @@ def test_what_the_pairs_above_are():
         ("mask", "noise-correlated"),
         ("mask", "by-examples"),
         ("mask", "buffers"),
-        ("int8", "noise-central"),
         ("median", "group-sums"),
         ("median", "clip-fixed"),
         ("noise-distributed", "clip-adaptive"),
@@ -128,6 +136,61 @@ def test_robust_aggregates_work_on_sums_of_groups_with_noise_of_devices():
     check(demanded("clip-fixed", "noise-distributed", "mask", "group-sums", "krum"))
     with pytest.raises(InvalidInput, match="calibrated to a sum"):
         check(demanded("clip-fixed", "noise-central", "mask", "group-sums", "krum"))
+
+
+@pytest.mark.parametrize("name", ["int8", "top-k"])
+def test_compression_with_error_feedback_exceeds_the_clipping_norm(name):
+    """So noise that is calibrated to that norm would not cover it."""
+    compressor, norms = Compressor(name, keep=0.1), []
+    remainder: dict[str, np.ndarray] = {}
+    rng = np.random.default_rng(2)
+    for round_ in range(20):
+        update = {"w": rng.normal(size=1000)}
+        clip(update, 1.0)
+        arrays, remainder = compressor.pack(update, remainder, Draws(1, round_, "a", "test"))
+        norms.append(l2_norm(compressor.unpack(arrays)))
+    assert max(norms) > 1.001
+
+
+def test_distributed_noise_relies_on_no_more_devices_than_a_sum_has():
+    rows = demanded("clip-fixed", "noise-distributed", "mask")
+    rows["mask"]["least_cohort"] = rows["noise-distributed"]["honest"] = 20
+    check(rows)
+    rows["noise-distributed"]["honest"] = 21
+    with pytest.raises(InvalidInput, match=r"21 honest devices .* as few as 20 devices"):
+        check(rows)
+
+
+@pytest.mark.parametrize("noise", ["noise-central", "noise-distributed"])
+@pytest.mark.parametrize("bit_noise", [0.0, 0.5])
+def test_clipping_bits_without_enough_noise_are_refused(noise, bit_noise):
+    rows = demanded("clip-adaptive", noise, "mask")
+    rows["mask"]["least_cohort"] = 20
+    rows[noise]["noise_multiplier"] = 1.0
+    rows["clip-adaptive"]["bit_noise"] = bit_noise
+    with pytest.raises(InvalidInput, match=f"bit_noise {bit_noise:g} .* above half"):
+        check(rows)
+    rows["clip-adaptive"]["bit_noise"] = 0.6
+    check(rows)
+
+
+def test_the_limits_are_those_of_the_work():
+    def limits(row, name):
+        (parameter,) = (p for p in pipeline_row(row).parameters if p.name == name)
+        return parameter.least, parameter.most
+
+    for row in NOISES:
+        assert limits(row, "noise_multiplier") == (MIN_MULTIPLIER, MAX_MULTIPLIER)
+    for row in CLIPS:
+        assert limits(row, "norm") == (MIN_NORM, MAX_NORM)
+    assert limits("noise-correlated", "separation")[1] == MAX_BANDS
+    assert limits("noise-distributed", "honest")[1] == MAX_HONEST
+
+
+@pytest.mark.parametrize("parameters", [None, 3, [], "norm", {1: 2, "norm": 1.0}])
+def test_parameters_of_another_kind_are_refused(parameters):
+    with pytest.raises(InvalidInput, match="has the parameters"):
+        check({"clip-fixed": parameters})
 
 
 def test_nothing_demanded_is_allowed():

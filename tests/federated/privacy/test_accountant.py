@@ -156,12 +156,6 @@ def test_the_multiplier_for_a_target_is_the_least_one(times, law):
     assert own([NoiseEvent(z * (1 - 1e-9), times, law)], 1e-6) > 2.0
 
 
-@pytest.mark.parametrize("sampling", ["poisson", "without-replacement"])
-def test_amplification_by_sampling_is_refused(sampling):
-    with pytest.raises(InvalidInput, match=f"'{sampling}' sampling is not accounted"):
-        NoiseEvent(1.0, 1, GAUSSIAN, sampling)
-
-
 @pytest.mark.parametrize(
     "case", [(0.0,), (math.nan,), (math.inf,), (-1.0,), (1.0, -1), (1.0, 1.5), (1.0, True)]
 )
@@ -181,9 +175,9 @@ def test_impossible_deltas_are_refused(delta):
         accountant.epsilon([NoiseEvent(1.0)], delta)
 
 
-@pytest.mark.parametrize("spent", [(-1.0, 0.0), (0.0, math.inf), (math.nan, 0.0)])
+@pytest.mark.parametrize("spent", [(-1.0, 0.0), (0.0, math.inf), (math.nan, 0.0), (1e31, 0.0)])
 def test_impossible_spending_is_refused(spent):
-    with pytest.raises(InvalidInput, match="finite and at least 0"):
+    with pytest.raises(InvalidInput, match=r"a sum of z\^-2 is 0 to 1e\+30"):
         Spending(*spent)
 
 

@@ -21,6 +21,7 @@ from triplane.unified_ir.federated.privacy.budget import (
     RunCharges,
     run_budget,
 )
+from triplane.unified_ir.federated.privacy.central import central_noise
 
 
 def through_json(budget):
@@ -89,6 +90,25 @@ def test_a_repeated_charge_of_a_device_changes_nothing():
     assert device.charge("a", 4, event) is device
     assert device.charge("a", 3, event) is device
     assert device.charge("b", 4, event).spent > device.spent
+
+
+def test_a_device_rests_between_uses_of_correlated_noise():
+    """Two uses that are nearer cost more than two events, because they meet the same noise."""
+    noise = central_noise(5.0, norm=1.0, entries=3, bands=3)
+    device = DeviceBudget(3.0, 1e-6).charge("a", 4, noise.event())
+    for round_ in (5, 6):
+        with pytest.raises(Conflict, match=rf"round {round_} .* in round 4, rests until round 7"):
+            device.charge("a", round_, noise.event())
+    assert device.charge("a", 4, noise.event()) is device
+    assert device.charge("b", 5, noise.event()).spent > device.spent
+    twice = through_json(device.charge("a", 7, noise.event()))
+    assert twice.spent == pytest.approx(spending([noise.event(2)]).epsilon(1e-6), rel=1e-12)
+
+
+@pytest.mark.parametrize("separation", [0, -1, 1.5, True, 10**7])
+def test_impossible_separations_are_refused(separation):
+    with pytest.raises(InvalidInput, match="separation"):
+        NoiseEvent(1.0, separation=separation)
 
 
 def test_runs_with_different_noise_compose():
@@ -211,6 +231,7 @@ def test_damaged_budgets_of_runs_are_refused(change):
         {"runs": {"a" * 201: CHARGE}},
         {"runs": {"a": CHARGE | {"gaussian": -0.1}}},
         {"runs": {"a": CHARGE | {"concentrated": math.inf}}},
+        {"runs": {"a": CHARGE | {"gaussian": 1e308}, "b": CHARGE | {"gaussian": 1e308}}},
         {"runs": {"a": CHARGE | {"round": 0}}},
         {"runs": {"a": {"round": 1}}},
         {"runs": {"a": 3}},

@@ -1,13 +1,14 @@
 """Central noise: the factorization, its sensitivity, its error against independent noise."""
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.federated.privacy import secret
-from triplane.unified_ir.federated.privacy.accountant import spending
+from triplane.unified_ir.federated.privacy import central, secret
+from triplane.unified_ir.federated.privacy.accountant import gaussian_delta, spending
 from triplane.unified_ir.federated.privacy.central import (
     CentralNoise,
     central_noise,
@@ -110,7 +111,7 @@ def test_the_shift_that_an_observer_sees_is_within_the_charge(bands):
     This is the argument of the module, followed on numbers: z_t - z'_t summed in squares.
     """
     rng = np.random.default_rng(11)
-    noise = CentralNoise(2.0**-20, bands, 1.0, 8)
+    noise = CentralNoise(2.0**-10, bands, 1.0, 8)
     rounds = 3 * bands
     sums = rng.normal(size=(rounds, 8))
     other = sums.copy()
@@ -131,6 +132,60 @@ def test_rounding_is_charged_in_every_round_that_a_use_reaches():
     # Two entries' worth of rounding: 1 + 2 in its own round, (1 + 2) / 2 + 2 in the next one.
     expected = 2.0**25 / math.hypot(3.0, 3.5)
     assert expected * 0.998 < noise.noise_multiplier < expected
+
+
+def test_rounding_moves_large_sums_by_no_more_than_is_charged():
+    """The largest sums that are accepted, rounded to float64 and to the grid, step 1."""
+    noise, none = CentralNoise(2.0**25, 1, 1.0, 1), np.zeros(1, np.int64)
+    rng = np.random.default_rng(13)
+    base = central.MAX_ENTRY - 10
+    for a, b in rng.uniform(0, 4, size=(2_000, 2)):
+        sums = [np.array([float(base + Fraction(x))]) for x in (a, b)]
+        first, second = (float(noise.add(total, none)[0]) for total in sums)
+        assert abs(first - second) <= abs(a - b) + 1 + 2.0**-10
+
+
+def test_sums_of_rounded_contributions_are_exact():
+    noise = CentralNoise(2.0**-10, 1, 1.0, 3)
+    contributions = np.random.default_rng(5).normal(size=(300, 3))
+    contributions /= np.linalg.norm(contributions, axis=1, keepdims=True)
+    rounded = [noise.round(x) for x in contributions]
+    exact = [sum(map(Fraction, column)) for column in np.array(rounded).T.tolist()]
+    total = np.add.reduce(rounded)
+    assert [Fraction(x) for x in total] == exact
+    assert (noise.round(total) == total).all()
+    error = np.linalg.norm(np.array(rounded) - contributions, axis=1)
+    assert error.max() <= noise.step * math.sqrt(3) / 2
+
+
+@pytest.mark.parametrize("bands", [1, 2])
+def test_the_exact_privacy_loss_of_two_rounds_is_within_the_charge(bands, monkeypatch):
+    """Every pair of published integers and its probability, on a grid as coarse as the noise."""
+    monkeypatch.setattr(central, "GRID", 1)
+    rng = np.random.default_rng(bands)
+    for _ in range(20):
+        noise = CentralNoise(1.5, bands, float(rng.uniform(0.1, 4)), 1)
+        assert noise.step == 1
+        first, second = rng.uniform(-3, 3, size=2)
+        p = law_of_two_rounds(noise, first, second)
+        q = law_of_two_rounds(noise, first + noise.norm, second)
+        for epsilon in (0.0, 0.1, 1.0, 4.0):
+            charged = gaussian_delta(epsilon, 1 / noise.noise_multiplier)
+            for one, other in ((p, q), (q, p)):
+                assert np.maximum(one - math.exp(epsilon) * other, 0).sum() <= charged + 1e-12
+
+
+def law_of_two_rounds(noise, first, second):
+    """Probabilities of what two rounds publish, (129, 129), from -64."""
+    k = np.arange(-24, 25)
+    edges = [math.erfc((x - 0.5) / noise.std / math.sqrt(2)) / 2 for x in range(-24, 26)]
+    p = -np.diff(edges)
+    c = (*coefficients(noise.bands), 0.0)[1]
+    law = np.zeros((129, 129))
+    for z, probability in zip(k, p, strict=True):
+        shift = 64 + round(second) - round(c * z)
+        law[64 + round(first) + z, shift - 24 : shift + 25] = probability * p
+    return law
 
 
 def draws_behind(noise, sums, published):
@@ -199,6 +254,18 @@ def test_noise_of_another_shape_is_refused():
 def test_impossible_noise_is_refused(change):
     with pytest.raises(InvalidInput):
         CentralNoise(**{"std": 1.0, "bands": 1, "norm": 1.0, "entries": 2} | change)
+
+
+@pytest.mark.parametrize("norm", [0.0, -1.0, math.nan, math.inf, 1e300])
+def test_impossible_norms_are_named(norm):
+    with pytest.raises(InvalidInput, match=r"a norm in \(0, 1e30\)"):
+        central_noise(1.0, norm=norm, entries=2)
+
+
+@pytest.mark.parametrize("rounds", [0, -1])
+def test_the_error_of_no_rounds_is_refused(rounds):
+    with pytest.raises(InvalidInput, match="at least one round"):
+        prefix_error(10, rounds)
 
 
 def test_resolution_limits_are_named():

@@ -47,6 +47,15 @@ def test_half_precision_does_not_end_above_the_norm():
     assert 0.99 < l2_norm(update) <= 1
 
 
+@pytest.mark.parametrize(
+    ("x", "norm"), [(np.full(4, 60_000, np.float16), 1e-3), (np.full(64, 3e38, np.float32), 1e-6)]
+)
+def test_a_factor_below_the_range_of_the_type_does_not_erase_an_update(x, norm):
+    update = {"w": x}
+    assert not clip(update, norm)
+    assert 0.99 * norm < l2_norm(update) <= norm
+
+
 def test_an_update_above_the_norm_by_less_than_its_resolution_ends_below_it():
     update = {"w": np.ones(4, np.float16)}
     assert not clip(update, 2 * (1 - 1e-9))
@@ -66,6 +75,8 @@ def test_squares_that_overflow_and_integers_are_refused():
         clip({"w": np.array([1e200])}, 1.0)
     with pytest.raises(InvalidInput, match="squares overflow"):
         clip({"w": np.full(3 * CHUNK, 5e151)}, 1.0)
+    with pytest.raises(InvalidInput, match="all tensors together"):
+        clip({"a": np.array([1e154]), "b": np.array([1e154])}, 1.0)
     with pytest.raises(InvalidInput, match="'n' has int64"):
         clip({"n": np.array([1])}, 1.0)
 
@@ -115,6 +126,14 @@ def test_updates_and_bits_together_cost_the_target(z, sigma_b):
 def test_bits_that_cost_as_much_as_the_target_are_refused(sigma_b):
     with pytest.raises(InvalidInput, match="above half the noise multiplier, got"):
         AdaptiveNorm(1.0, bit_noise=sigma_b).update_multiplier(1.0)
+
+
+@pytest.mark.parametrize("target", [1e-200, 1e-4, 2.0 * (1 - 2**-53), 3e6])
+def test_targets_without_an_accountable_multiplier_are_refused(target):
+    """The last bit of room for the bits would take noise of updates beyond the accountant."""
+    sigma_b = 1e7 if target > 2 else 1.0
+    with pytest.raises(InvalidInput, match=r"a noise multiplier is 0\.001 to 1e\+06"):
+        AdaptiveNorm(1.0, bit_noise=sigma_b).update_multiplier(target)
 
 
 @pytest.mark.parametrize("change", [{"quantile": 0}, {"rate": 0}, {"bit_noise": -1}, {"norm": 0}])

@@ -101,6 +101,25 @@ def test_rounding_meets_its_bound_as_often_as_stated():
     assert np.mean(np.array(norms) <= bound) >= 1 - beta
 
 
+@pytest.mark.parametrize(
+    ("devices", "largest", "failure"),
+    [(0, 1, 1e-9), (2**63, 1, 1e-9), (1, 2**63, 1e-9), (1, -1, 1e-9), (1, 1, 0.0), (1, 1, 1.0)],
+)
+def test_sums_of_impossible_size_are_refused(devices, largest, failure):
+    with pytest.raises(InvalidInput, match="a sum has 1 to"):
+        DistributedNoise(4, 2, 1.0, 3).sum_bits(devices, largest, failure=failure)
+
+
+def test_the_least_probability_of_failure_is_counted_in_logarithms():
+    assert DistributedNoise(4, 2, 1.0, 3).sum_bits(1, 0, failure=5e-324) == 8
+
+
+@pytest.mark.parametrize("case", [(1e200, 1), (math.nan, 1), (0.0, 1), (1.0, 0), (1.0, 10**400)])
+def test_norms_that_cannot_be_rounded_are_refused(case):
+    with pytest.raises(InvalidInput, match="a rounded norm needs"):
+        rounded_norm(*case)
+
+
 def test_a_sum_fits_its_modulus_with_the_stated_probability():
     noise = DistributedNoise(100, 2, 50.0, 1000)
     bits = noise.sum_bits(10, 127, failure=1e-3)
@@ -124,7 +143,18 @@ def test_headroom_grows_with_devices_and_noise():
 
 
 @pytest.mark.parametrize(
-    "change", [{"variance": 0}, {"variance": 2**53}, {"honest": 0}, {"norm": 0.0}, {"entries": 0}]
+    "change",
+    [
+        {"variance": 0},
+        {"variance": 2**53},
+        {"honest": 0},
+        {"honest": 10**9},
+        {"norm": 0.0},
+        {"norm": 1e300},
+        {"norm": math.nan},
+        {"entries": 0},
+        {"entries": 10**400},
+    ],
 )
 def test_impossible_noise_is_refused(change):
     with pytest.raises(InvalidInput):

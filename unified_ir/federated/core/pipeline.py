@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from triplane.proto.errors import InvalidInput
 
@@ -108,6 +108,10 @@ _STRATEGY: Final = (
     "a strategy of Flower computes the next state from every device's update; use an algorithm of "
     "Triplane, or a strategy with its own noise"
 )
+_COMPRESSED: Final = (
+    "what compression sends may exceed the norm to which the update was clipped, because it rounds "
+    "and adds what earlier updates lost; drop the compression"
+)
 _NOISY: Final = {"weight": _DATA_IN_WEIGHTS, "state": _NEGATIVE_VARIANCE}
 _ROBUST: Final = {
     "mask": _PER_DEVICE,
@@ -115,7 +119,7 @@ _ROBUST: Final = {
     "noise-correlated": _NOISE_OF_SUMS,
 }
 _NORM: Final = RowParameter("norm", 1e-6, 1e6)
-_MULTIPLIER: Final = RowParameter("noise_multiplier", 1e-6, 1e6)
+_MULTIPLIER: Final = RowParameter("noise_multiplier", 1e-3, 1e6)
 
 
 def _robust(name: str, summary: str, *parameters: RowParameter) -> PipelineRow:
@@ -168,7 +172,7 @@ PIPELINE: Final[tuple[PipelineRow, ...]] = (
         "the cloud adds independent Gaussian noise to each sum",
         (_MULTIPLIER,),
         needs=_CLIPPED,
-        refuses=_NOISY,
+        refuses={**_NOISY, "compress": _COMPRESSED},
     ),
     PipelineRow(
         "noise-correlated",
@@ -178,6 +182,7 @@ PIPELINE: Final[tuple[PipelineRow, ...]] = (
         needs=_CLIPPED,
         refuses={
             **_NOISY,
+            "compress": _COMPRESSED,
             "noise-distributed": "a device of this round does not know the noise that others added "
             "in earlier rounds, so it cannot take it back; use one of the two",
         },
@@ -269,6 +274,24 @@ def check(demanded: Mapping[str, Mapping[str, object]]) -> None:
                 raise InvalidInput(f"{row.name!r} does not compose with {other.name!r}: {reason}")
     for row in rows:
         _check_stages(row, stages)
+    _check_noise({row.stage: demanded[row.name] for row in rows})
+
+
+def _check_noise(values: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise InvalidInput if parameters of clipping and masking, by stage, do not fit the noise."""
+    if (noise := values.get("noise")) is None:
+        return
+    multiplier, bit_noise = noise["noise_multiplier"], values["clip"].get("bit_noise")
+    if bit_noise is not None and 2 * bit_noise <= multiplier:
+        raise InvalidInput(
+            f"bit_noise {bit_noise:g} of 'clip-adaptive' has to be above half of noise_multiplier "
+            f"{multiplier:g}, or the clipping bits alone would spend the epsilon of a round"
+        )
+    if "honest" in noise and noise["honest"] > (cohort := values["mask"]["least_cohort"]):
+        raise InvalidInput(
+            f"'noise-distributed' relies on the noise of {noise['honest']} honest devices and "
+            f"'mask' reveals sums of as few as {cohort} devices; raise least_cohort or lower honest"
+        )
 
 
 def _check_stages(row: PipelineRow, stages: Mapping[str, PipelineRow]) -> None:
@@ -282,11 +305,11 @@ def _check_stages(row: PipelineRow, stages: Mapping[str, PipelineRow]) -> None:
             raise InvalidInput(f"{row.name!r} does not compose with {WITHOUT[stage]}: {reason}")
 
 
-def _check_parameters(row: PipelineRow, values: Mapping[str, object]) -> None:
+def _check_parameters(row: PipelineRow, values: object) -> None:
     names = [parameter.name for parameter in row.parameters]
-    if sorted(values) != sorted(names):
+    if not isinstance(values, Mapping) or set(values) != set(names):
         raise InvalidInput(
-            f"the row {row.name!r} has the parameters {names}, got {sorted(values)[:8]}"
+            f"the row {row.name!r} has the parameters {names}, got {str(values)[:80]}"
         )
     for parameter in row.parameters:
         parameter.check(row.name, values[parameter.name])

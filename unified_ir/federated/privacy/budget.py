@@ -32,8 +32,9 @@ MAX_NAME: Final = 200
 class RunBudget:
     """A run's target and the rounds charged to it.
 
-    noise_multiplier, law: of one use of a device. separation: rounds from one use of a device to
-    its next at least. most_uses: rounds that may use one device at most. rounds: charged so far.
+    noise_multiplier, law: of one use of a device, its clipping bit included. separation: rounds
+    from one use of a device to its next at least. most_uses: rounds that may use one device at
+    most. rounds: charged so far.
     """
 
     epsilon: float
@@ -152,14 +153,24 @@ class DeviceBudget:
     def charge(self, run: str, round_: int, event: NoiseEvent) -> DeviceBudget:
         """Return the budget with the device's use in that round; a repeat changes nothing.
 
-        Conflict if it does not fit: the device declines the round. A device that was charged sends
-        what it sent before, or nothing: a second update to the same round would be free.
+        event: all that the round costs; where clipping bits are sent as well, of the multiplier
+        that both have together (`AdaptiveNorm.update_multiplier`).
+
+        Conflict if it does not fit, or if the run's last use was less than the event's separation
+        ago: the device declines the round. A device that was charged sends what it sent before, or
+        nothing: a second update to the same round would be free.
         """
         _check_run(run)
         _check_count("round", round_, 1, MAX_ROUNDS)
         before = self.runs.get(run, RunCharges(Spending(), 0))
         if round_ <= before.round:
             return self
+        if before.round and round_ < (rested := before.round + event.separation):
+            raise Conflict(
+                f"round {round_} of run {run!r} is too early: this device, used in round "
+                f"{before.round}, rests until round {rested}, because the noise does not cover "
+                "uses that are nearer"
+            )
         if not self.fits(event):
             after = self._total().plus(event).epsilon(self.delta)
             raise Conflict(

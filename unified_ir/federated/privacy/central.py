@@ -12,8 +12,9 @@ Everything happens on a grid of integers with an exact sampler, as this recurren
     n_t = round(z_t) - round(sum_{0 < j < bands} c_j n_{t-j}),    published:  round(sum_t) + n_t
 
 Conditioned on what was published before, a round publishes z_t shifted by an integer and rounded:
-post-processing of a Gaussian mechanism. So the account holds for adaptive rounds and has no errors
-of floating point; what the two roundings add to a device's influence is charged.
+post-processing of a Gaussian mechanism. So the account holds for adaptive rounds, in which a use
+depends on what was published. What rounding adds to a device's influence, on the grid and in
+float64, is charged (`CentralNoise.noise_multiplier`).
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ MAX_BANDS: Final = 1_000
 MAX_ENTRIES: Final = 2**32
 GRID: Final = 2**25
 """Steps of the grid in a standard deviation, at least; below twice as many."""
-MAX_ENTRY: Final = 2**52
-"""Largest rounded entry, in steps: float64 holds it exactly."""
+MAX_ENTRY: Final = 2**42
+"""Largest entry of a sum, in steps: float64 resolves 2^-11 of a step there, as is charged."""
 
 
 def coefficients(bands: int) -> tuple[float, ...]:
@@ -58,6 +59,8 @@ def prefix_error(bands: int, rounds: int) -> float:
 
     The variance of the t-th is the sum of squares of the first t entries of A C^-1's first column.
     """
+    if rounds < 1:
+        raise InvalidInput(f"the error of prefix sums is over at least one round, got {rounds}")
     c = coefficients(bands)
     inverse: list[float] = []
     for t in range(rounds):
@@ -127,7 +130,7 @@ class CentralNoise:
         Rounding a sum moves a difference of two sums by at most a step in each entry, and so does
         rounding the recurrence in later rounds.
         """
-        # A little more than one step, for the errors of float64 before rounding.
+        # A little more than one step, because values are rounded to float64 before: twice 2^-11.
         rounding = math.sqrt(self.entries) * (1 + 2.0**-10)
         contribution = self.norm / self.step + rounding
         later = [c * contribution + rounding for c in coefficients(self.bands)[1:]]
@@ -136,7 +139,7 @@ class CentralNoise:
 
     def event(self, uses: int = 1) -> NoiseEvent:
         """Return what `uses` of one device cost it, at least `bands` rounds apart."""
-        return NoiseEvent(self.noise_multiplier, uses)
+        return NoiseEvent(self.noise_multiplier, uses, separation=self.bands)
 
     def draw(self, past: Sequence[secret.Integers]) -> secret.Integers:
         """Return the noise of the next round in steps: (entries,) int64.
@@ -157,11 +160,20 @@ class CentralNoise:
             taken_back += c * earlier
         return np.asarray(noise - np.rint(taken_back).astype(np.int64))
 
+    def round(self, x: Array) -> Array:
+        """Return x rounded to the grid, float64, at most half a step away in each entry.
+
+        Sums of rounded contributions are exact in float64 below 2^53 steps.
+        """
+        return np.asarray(np.rint(np.asarray(x, np.float64) / self.step) * self.step)
+
     def add(self, total: Array, noise: secret.Integers) -> Array:
         """Return the sum with noise, (entries,) float64: rounded to the grid, then shifted.
 
-        total: (entries,), the exact sum over devices. InvalidInput if it has NaN or is too large
-        for the grid (2^26 standard deviations).
+        total: (entries,), a sum over devices of clipped contributions that were each passed to
+        `round`, or the exact sum rounded once to float64. The errors of a plain float64 sum depend
+        on the data and are not charged. InvalidInput if the sum has NaN or is too large for the
+        grid (2^42 steps, 2^16 standard deviations or more).
         """
         if total.shape != (self.entries,) or noise.shape != (self.entries,):
             raise InvalidInput(
@@ -180,14 +192,14 @@ def central_noise(
     noise_multiplier: float, *, norm: float, entries: int, bands: int = 1
 ) -> CentralNoise:
     """Return the least noise, to a millionth, whose uses have at least that noise multiplier."""
-    if not 0 < noise_multiplier <= 1e6:
-        raise InvalidInput(f"a noise multiplier is above 0 and at most 1e6, got {noise_multiplier}")
-    std = least = noise_multiplier * norm * column_norm(bands)
-    while std < 2 * least:
-        noise = CentralNoise(std, bands, norm, entries)
+    NoiseEvent(noise_multiplier)
+    least = noise_multiplier * norm * column_norm(bands)
+    noise = CentralNoise(least, bands, norm, entries)
+    while noise.std < 2 * least:
         if noise.noise_multiplier >= noise_multiplier:
             return noise
-        std *= (noise_multiplier / noise.noise_multiplier) * (1 + 1e-7)
+        std = noise.std * (noise_multiplier / noise.noise_multiplier) * (1 + 1e-7)
+        noise = CentralNoise(std, bands, norm, entries)
     raise InvalidInput(
         f"noise multiplier {noise_multiplier:g} over {entries} entries is beyond the resolution of "
         "the noise; use a lower multiplier"

@@ -4,8 +4,9 @@
     C_next = C exp(-rate (b - quantile)),   b: the noised share of devices with |u| <= C
 
 Andrew, Thakkar, McMahan and Ramaswamy 2021 (arXiv 1905.03871), algorithm 1. Each device sends its
-bit as +1 or -1, so that the noise of their sum, with standard deviation 2 sigma_b, is that of the
-paper: a mechanism of sensitivity 1 and noise multiplier 2 sigma_b.
+bit as +1 or -1, where the paper has +1/2 and -1/2, so the noise of the sum has a standard deviation
+of 2 sigma_b. A device that is left out adds 0 to the sum and stays in the number of devices:
+sensitivity 1, noise multiplier 2 sigma_b.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.draws import Array
+from triplane.unified_ir.federated.privacy.accountant import NoiseEvent
 
 MIN_NORM: Final = 1e-6
 MAX_NORM: Final = 1e6
@@ -35,11 +37,15 @@ def check_norm(norm: float) -> None:
 def l2_norm(update: Mapping[str, Array]) -> float:
     """Return the L2 norm over all tensors, summed in float64. InvalidInput names one with NaN."""
     squares = [_sum_of_squares(update[name], name) for name in sorted(update)]
-    return math.sqrt(sum(squares))
+    if not math.isfinite(total := sum(squares)):
+        raise InvalidInput(
+            "the squares of all tensors together overflow; the update cannot be clipped to a norm"
+        )
+    return math.sqrt(total)
 
 
 def clip(update: Mapping[str, Array], norm: float) -> bool:
-    """Scale floating tensors in place so that their L2 norm is at most `norm`.
+    """Scale writable floating tensors in place so that their L2 norm is at most `norm`.
 
     Return whether they already were. InvalidInput: NaN, infinity, or an invalid norm; the tensors
     are unchanged then.
@@ -51,7 +57,8 @@ def clip(update: Mapping[str, Array], norm: float) -> bool:
     while size > norm:
         # Rounding to the tensors' type may leave the norm above the bound, or change nothing.
         margin *= 2
-        factor = norm / size * (1 - margin)
+        # A float64, so that it does not underflow in the tensors' type.
+        factor = np.float64(norm / size * (1 - margin))
         for x in update.values():
             np.multiply(x, factor, out=x, casting="same_kind")
         size = l2_norm(update)
@@ -104,15 +111,17 @@ class AdaptiveNorm:
 
             z_update = (z^-2 - (2 sigma_b)^-2)^(-1/2)
 
-        InvalidInput if the bits alone would cost as much.
+        InvalidInput if the bits alone would cost as much, or nearly.
         """
-        if not 0 < noise_multiplier < 2 * self.bit_noise:
+        target = NoiseEvent(noise_multiplier).noise_multiplier
+        if target >= 2 * self.bit_noise:
             raise InvalidInput(
                 f"the noise of clipping bits has to be above half the noise multiplier, got "
                 f"{self.bit_noise:g} and {noise_multiplier:g}; a twentieth of the devices of a "
                 "round is usual, so ask more devices or lower the noise multiplier"
             )
-        return 1 / math.sqrt(noise_multiplier**-2 - (2 * self.bit_noise) ** -2)
+        room = target**-2 - (2 * self.bit_noise) ** -2
+        return NoiseEvent(1 / math.sqrt(room) if room > 0 else math.inf).noise_multiplier
 
 
 def _sum_of_squares(x: Array, name: str) -> float:

@@ -12,7 +12,8 @@ contributions of norm S with
 
 (Kairouz, Liu and Steinke 2021, arXiv 2102.06387, theorem 1 and proposition 14, which have a smaller
 multiple of tau d). More survivors add independent noise, which can only help. Dishonest devices are
-taken to add none.
+taken to add none. The device whose privacy is meant is one of the honest ones: neighbouring runs
+have zeros in place of its update, and its noise in both.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from triplane.unified_ir.federated.privacy.accountant import CONCENTRATED, Noise
 
 MIN_VARIANCE: Final = 1
 """Least variance of one device's noise, in steps squared; the bound on the sum needs 1/4."""
+MAX_HONEST: Final = 10_000
+MAX_NORM: Final = 1e12
+"""Largest L2 norm of a device's integers, in steps."""
 MAX_BITS: Final = 62
 
 
@@ -37,10 +41,10 @@ def rounded_norm(norm: float, entries: int, *, beta: float = math.exp(-0.5)) -> 
     attempt does (Kairouz, Liu and Steinke 2021, theorem 1).
     norm: of the scaled update, in steps. beta: 0 gives the bound that every rounding meets.
     """
-    if not (math.isfinite(norm) and norm > 0 and entries >= 1 and 0 <= beta < 1):
+    if not (0 < norm <= MAX_NORM and 1 <= entries <= secret.MAX_ENTRIES and 0 <= beta < 1):
         raise InvalidInput(
-            f"a rounded norm needs a norm above 0, entries and a probability below 1, got {norm}, "
-            f"{entries} and {beta}"
+            f"a rounded norm needs a norm in (0, {MAX_NORM:g}], 1 to 2^40 entries and a "
+            f"probability below 1, got {norm}, {entries} and {beta}"
         )
     always = norm + math.sqrt(entries)
     if beta == 0:
@@ -55,9 +59,9 @@ def rounded_norm(norm: float, entries: int, *, beta: float = math.exp(-0.5)) -> 
 class DistributedNoise:
     """Discrete Gaussian noise of each device in a masked sum.
 
-    variance: of one device's noise in each entry, in steps squared. honest: the fewest honest
-    devices whose noise is in a sum that is revealed. norm: bound on the L2 norm of one device's
-    integers. entries: in each update.
+    variance: parameter v of one device's noise in each entry, in steps squared. honest: the fewest
+    honest devices whose noise is in a sum that is revealed; in a sum of a group, if groups are
+    revealed. norm: bound on the L2 norm of one device's integers. entries: in each update.
     """
 
     variance: int
@@ -71,10 +75,15 @@ class DistributedNoise:
                 f"a device's noise has a variance of {MIN_VARIANCE} to 2^52 steps squared, got "
                 f"{self.variance}; make the steps of the encoding smaller or larger"
             )
-        if not (self.honest >= 1 and self.entries >= 1 and 0 < self.norm < math.inf):
+        if not (
+            1 <= self.honest <= MAX_HONEST
+            and 1 <= self.entries <= secret.MAX_ENTRIES
+            and 0 < self.norm <= MAX_NORM
+        ):
             raise InvalidInput(
-                f"distributed noise needs honest devices, entries and a norm above 0, got "
-                f"{self.honest}, {self.entries} and {self.norm}"
+                f"distributed noise needs 1 to {MAX_HONEST} honest devices, 1 to 2^40 entries and "
+                f"a norm in (0, {MAX_NORM:g}], got {self.honest}, {self.entries} and "
+                f"{self.norm}"
             )
 
     @property
@@ -108,12 +117,14 @@ class DistributedNoise:
         that any entry of one sum wraps around, which spoils the sum and reveals nothing. A discrete
         Gaussian has the tails of a Gaussian: P[|noise| > x] <= 2 exp(-x^2 / (2 devices v)).
         """
-        if not (devices >= 1 and largest >= 0 and 0 < failure < 1):
+        most = 2**MAX_BITS
+        if not (1 <= devices <= most and 0 <= largest <= most and 0 < failure < 1):
             raise InvalidInput(
-                f"a sum has devices, entries of at least 0 and a probability of failure in (0, 1), "
-                f"got {devices}, {largest} and {failure}"
+                f"a sum has 1 to 2^{MAX_BITS} devices, entries of 0 to 2^{MAX_BITS} and a "
+                f"probability of failure in (0, 1), got {devices}, {largest} and {failure}"
             )
-        tail = math.sqrt(2 * devices * self.variance * math.log(2 * self.entries / failure))
+        chance = math.log(2 * self.entries) - math.log(failure)
+        tail = math.sqrt(2 * devices * self.variance * chance)
         bits = 1 + math.ceil(devices * largest + tail).bit_length()
         if bits > MAX_BITS:
             raise InvalidInput(f"a masked sum has at most {MAX_BITS} bits, this noise needs {bits}")
@@ -128,15 +139,11 @@ def distributed_noise(
     norm: bound on the L2 norm of one device's integers, as from `rounded_norm`.
     honest: devices whose noise is in every revealed sum: least survivors minus colluders.
     """
-    if not (0 < noise_multiplier < 1e6 and honest >= 1 and 0 < norm < 1e12):
-        raise InvalidInput(
-            f"distributed noise needs a multiplier, a norm and honest devices above 0, got "
-            f"{noise_multiplier}, {norm} and {honest}"
-        )
-    variance = max(MIN_VARIANCE, math.ceil((noise_multiplier * norm) ** 2 / honest))
-    noise = DistributedNoise(variance, honest, norm, entries)
-    while noise.noise_multiplier < noise_multiplier:
+    target = NoiseEvent(noise_multiplier).noise_multiplier
+    noise = DistributedNoise(MIN_VARIANCE, honest, norm, entries)
+    variance = max(MIN_VARIANCE, math.ceil((target * norm) ** 2 / honest))
+    while noise.noise_multiplier < target:
+        noise = DistributedNoise(variance, honest, norm, entries)
         # tau adds a little; it falls exponentially, so few steps are needed.
         variance += variance // 1024 + 1
-        noise = DistributedNoise(variance, honest, norm, entries)
     return noise

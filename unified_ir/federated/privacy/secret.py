@@ -14,7 +14,8 @@ with scale t = floor(sqrt(v)) + 1 is accepted with probability exp(-(|x| t - v)^
 
 Both read a uniform number U as random bits, as many as decide: nearly always in float64 within a
 stated margin, otherwise in decimal arithmetic of as many digits as needed. So samples have exactly
-these laws, while Gaussians in floating point have gaps that reveal inputs (Mironov 2012).
+these laws, while Gaussians in floating point have gaps that reveal inputs (Mironov 2012). The time
+that a call takes depends on the samples.
 """
 
 from __future__ import annotations

@@ -18,11 +18,11 @@ from tuf.ngclient.config import UpdaterConfig
 from tuf.ngclient.fetcher import FetcherInterface
 from tuf.ngclient.updater import Updater
 
-from triplane.edge.agent.refusal import AttemptRefused
 from triplane.proto.disk import Disk, write_atomic
 from triplane.proto.errors import NotFound
 from triplane.proto.metadata_pb2 import GetRequest
 from triplane.proto.metadata_pb2_grpc import MetadataStub
+from triplane.proto.signed.refusal import AttemptRefused
 from triplane.proto.status import error_from
 
 MAX_VERSION_JUMP: Final = 1_000_000

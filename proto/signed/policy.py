@@ -8,8 +8,9 @@ refused, each with its own kind.
 
 from dataclasses import dataclass
 
-from triplane.edge.agent.refusal import AttemptRefused
-from triplane.proto.targets import AUTO, Policy, Rule, SignedTarget, TargetName, in_share
+from triplane.proto.signed.refusal import AttemptRefused
+from triplane.proto.signed_fields import AUTO
+from triplane.proto.targets import Policy, Rule, SignedTarget, TargetName, in_share
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from typing import Final
 
 from tuf.api import exceptions as errors
 
-from triplane.edge.agent.metadata import Client, Fetcher, limit_bytes, parsed
-from triplane.edge.agent.refusal import AttemptRefused
 from triplane.proto.errors import TriplaneError, Unavailable
+from triplane.proto.signed.metadata import Client, Fetcher, limit_bytes, parsed
+from triplane.proto.signed.refusal import AttemptRefused
 
 ClientError = errors.RepositoryError | errors.DownloadError
 

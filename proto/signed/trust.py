@@ -1,11 +1,11 @@
-"""Fetch and verify TUF metadata on the node; it decides which files may run here.
+"""Fetch and verify TUF metadata on a node or a device; it decides which files may run here.
 
 Neither the link nor the cloud nor a holder of its online keys is trusted. python-tuf's client
 verifies the metadata. This module adds durable files (the client does not sync its own, and a file
 lost in a power cut would lose the rollback protection), a time that never goes back, limits, and
 messages: each refusal becomes an `AttemptRefused` of one kind, with the values that broke the rule.
 
-All trust follows from the bootstrap root. It is stored once, when the node enrols, over the
+All trust follows from the bootstrap root. It is stored once, when the machine enrols, over the
 connection that the token pinned. Later roots must be signed by the ones before.
 
 One thread at a time uses a Trust.
@@ -19,34 +19,38 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from tuf.api import exceptions as errors
 
-from triplane.edge.agent.explain import explain
-from triplane.edge.agent.metadata import Client, Fetcher, parsed, versions_in
-from triplane.edge.agent.policy import Admission, judge
-from triplane.edge.agent.refusal import AttemptRefused
 from triplane.proto.disk import OS_DISK, Disk, write_atomic
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, Unavailable
-from triplane.proto.targets import (
-    POLICY_PATH,
-    ROLES,
-    Policy,
-    SignedTarget,
-    TargetName,
-    read_target,
-)
+from triplane.proto.plan_statement import NO_PLANS, PLAN_POLICY_PATH, PlanName, PlanPolicy
+from triplane.proto.signed.explain import explain
+from triplane.proto.signed.metadata import Client, Fetcher, parsed, versions_in
+from triplane.proto.signed.policy import Admission, judge
+from triplane.proto.signed.refusal import AttemptRefused
+from triplane.proto.signed_fields import AUTO, PLANS
+from triplane.proto.targets import POLICY_PATH, ROLES, Policy, SignedTarget, TargetName, read_target
 
 logger = logging.getLogger(__name__)
 
-DELEGATED: Final = tuple(f"{role}/" for role in ROLES)
+P = TypeVar("P")
+
+DELEGATED: Final = tuple(f"{role}/" for role in (*ROLES, PLANS))
 BOOTSTRAP: Final = "bootstrap.json"
 LATEST_TIME: Final = "latest-time"
 NODE_NAME: Final = "node-name"
 MAX_ROOT_BYTES: Final = 128 << 10
 CLOCK_TOLERANCE_S: Final = 60.0
 """Smaller steps back of the clock are not reported as incidents."""
+EXPIRED: Final = {
+    "node": "the node's metadata expired {} ago; the node goes on serving, but accepts no new "
+    "version until the cloud provides fresh metadata",
+    "device": "the device's metadata expired {} ago; it runs no plan until the cloud provides "
+    "fresh metadata",
+}
+"""What a machine reports, by its kind, while its metadata has expired."""
 MAX_TIME_S: Final = 253_402_300_799.0  # the last second of the year 9999
 
 
@@ -90,11 +94,12 @@ def bootstrap(folder: Path, fetch: Callable[[str], bytes], disk: Disk = OS_DISK)
 
 
 class Trust:
-    """The metadata that this node has verified.
+    """The metadata that this machine has verified.
 
     folder: holds `bootstrap.json`, the cached metadata, the latest time and the node's first name.
     fetch: returns one metadata file by name, or raises NotFound or Unavailable; its answers are not
-    trusted. clock: seconds since 1970. verified_s: see `Freshness`.
+    trusted. clock: seconds since 1970. machine: its kind, "node" or "device". verified_s: see
+    `Freshness`.
     """
 
     def __init__(
@@ -103,8 +108,10 @@ class Trust:
         fetch: Callable[[str], bytes],
         clock: Callable[[], float] = time.time,
         disk: Disk = OS_DISK,
+        machine: str = "node",
     ) -> None:
         self._folder, self._clock, self._disk = folder, clock, disk
+        self._machine = machine
         self._fetcher = Fetcher(fetch)
         self._metadata = folder / "metadata"
         disk.make_folder(self._metadata / "root_history")
@@ -166,11 +173,16 @@ class Trust:
         role's metadata cannot be fetched now, or `refresh` has not succeeded yet.
         """
         client = self._fresh()
+        role = path.partition("/")[0] if path.startswith(DELEGATED) else "targets"
+        # The metadata of an older cloud may name a role of which nothing was signed yet.
+        if role == PLANS and not client.pinned_version(role):
+            raise AttemptRefused(
+                "unknown-target", f"{path[:200]} is not listed: nobody has signed plans yet"
+            )
         try:
             entry = client.get_targetinfo(path)
         except (errors.RepositoryError, errors.DownloadError) as error:
             raise explain(error, client, self._fetcher) from error
-        role = path.partition("/")[0] if path.startswith(DELEGATED) else "targets"
         # python-tuf searches delegations in order; require the role in the path, so that a name of
         # one role signed by another is never accepted.
         if entry is None or not client.lists(role, path):
@@ -184,19 +196,45 @@ class Trust:
 
     def policy(self) -> Policy:
         """Return the release policy that the offline targets role lists."""
-        entry = self._fresh().top.targets.get(POLICY_PATH)
-        if entry is None:
+        if POLICY_PATH not in self._fresh().top.targets:
             raise AttemptRefused(
                 "unknown-target", f"{POLICY_PATH} is not listed by the role targets"
             )
+        return self._policy_at(POLICY_PATH, Policy.parse)
+
+    def plan_policy(self) -> PlanPolicy:
+        """Return the policy for plans, which allows none where the role targets lists none."""
+        if PLAN_POLICY_PATH not in self._fresh().top.targets:
+            return NO_PLANS
+        return self._policy_at(PLAN_POLICY_PATH, PlanPolicy.parse)
+
+    def _policy_at(self, path: str, parse: Callable[[str], P]) -> P:
+        entry = self._fresh().top.targets[path]
         custom = entry.custom if isinstance(entry.custom, dict) else {}
         try:
             text = str(custom.get("text")).encode()
             # The text comes with the metadata; it must match the target like a fetched file.
             entry.verify_length_and_hashes(text)
-            return Policy.parse(text.decode())
+            return parse(text.decode())
         except (errors.LengthOrHashMismatchError, UnicodeError, InvalidInput) as error:
-            raise AttemptRefused("policy", f"{POLICY_PATH} cannot be read: {error}") from error
+            raise AttemptRefused("policy", f"{path} cannot be read: {error}") from error
+
+    def plan(self, digest: str, *, by_people: bool) -> SignedTarget:
+        """Return the training plan of this root digest, as it was signed.
+
+        by_people: accept a signature of people only. AttemptRefused: it is not signed, or the role
+        `auto` signed it and the policy for plans does not allow it.
+        """
+        try:
+            return self.target(str(PlanName(PLANS, digest)))
+        except AttemptRefused as refusal:
+            if by_people or refusal.kind != "unknown-target":
+                raise
+        target = self.target(str(PlanName(AUTO, digest)))
+        reason = self.plan_policy().refusal(target.statement)
+        if reason:
+            raise AttemptRefused("policy", f"the policy for plans forbids {target.path}: {reason}")
+        return target
 
     def admit(self, path: str, *, node: str, committed_version: int) -> Admission:
         """Return the signed target, if it may be tried on this node; see `policy.judge`.
@@ -255,9 +293,13 @@ class Trust:
             bootstrap = path.read_bytes()
             client = Client(self._metadata, self._fetcher, bootstrap, self._disk)
         except FileNotFoundError as error:
-            raise NotFound(f"{path} is missing; enrol this node again to get it") from error
+            raise NotFound(
+                f"{path} is missing; enrol this {self._machine} again to get it"
+            ) from error
         except (errors.RepositoryError, ValueError) as error:
-            raise Corrupt(f"{path} is damaged ({error}); enrol this node again") from error
+            raise Corrupt(
+                f"{path} is damaged ({error}); enrol this {self._machine} again"
+            ) from error
         # Judge expiry by a time that never goes back: an attacker who controls the clock could
         # otherwise make old metadata valid again (freeze attack).
         client.judge_by(datetime.fromtimestamp(min(self.now_s, MAX_TIME_S), UTC))
@@ -270,8 +312,7 @@ class Trust:
         if self.now_s > ends:
             raise AttemptRefused(
                 "freeze",
-                f"the node's metadata expired {_ago(self.now_s - ends)} ago; the node goes on "
-                "serving, but accepts no new version until the cloud provides fresh metadata",
+                EXPIRED[self._machine].format(_ago(self.now_s - ends)),
             )
         return self._client
 
@@ -300,7 +341,7 @@ class Trust:
         return (
             AttemptRefused(
                 "clock",
-                f"the clock says {_date(clock)}, but this node has seen {_date(self._latest_s)}: "
+                f"the clock says {_date(clock)}, but {_date(self._latest_s)} was seen here before: "
                 "it was set back, and expiry is judged by the later time. Set the clock right; if "
                 f"it once ran ahead, remove {self._folder / LATEST_TIME} after that",
             ),

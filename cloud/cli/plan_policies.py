@@ -1,0 +1,168 @@
+"""`triplane cloud policy set-plans`, `remove-plans` and `triplane federate sign`: signed plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from tuf.api._payload import Targets
+
+from triplane.cloud.cli.connection import Calls
+from triplane.cloud.cli.remote import Remote, remote_at
+from triplane.cloud.federation.plan_signing import least_of, sign_plan
+from triplane.cloud.registry.names import Reference
+from triplane.cloud.trust.checks import read_plan_policy
+from triplane.cloud.trust.roles import parse
+from triplane.cloud.trust.signing import SigningResult, sign_plan_policy
+from triplane.proto.errors import NotFound
+from triplane.proto.federation_pb2 import GetRunRequest
+from triplane.proto.plan_statement import Least, PlanPolicy, PlanRule
+from triplane.unified_ir.files.container import Container
+
+LEARNED_RATES: Final = "rate.*"
+"""Pattern of the rates that Meta-SGD learns beside each parameter."""
+STATISTICS: Final = ("running_mean", "running_var")
+"""Last parts of the names of batch normalization's statistics, which are averages over batches."""
+PARAMETER: Final = "parameter"
+BUFFER: Final = "buffer"
+
+
+def stored_plan_policy(remote: Remote) -> PlanPolicy:
+    """Return the policy for plans, as the cloud reports it: what waits for signatures, if any."""
+    return read_plan_policy(parse(Targets, remote.pending("targets").metadata, "targets").signed)
+
+
+def plan_policy_record(policy: PlanPolicy) -> dict[str, Any]:
+    """Return the rules for scripts."""
+    return {
+        model: {
+            "algorithms": list(rule.algorithms),
+            "tensors": list(rule.tensors),
+            **rule.least.fields(),
+        }
+        for model, rule in sorted(policy.models.items())
+    }
+
+
+def plan_policy_rows(policy: PlanPolicy) -> list[tuple[str, ...]]:
+    """Return a row for each rule."""
+    return [
+        (
+            model,
+            ", ".join(rule.algorithms),
+            _size_text(rule.least),
+            _some(rule.tensors),
+        )
+        for model, rule in sorted(policy.models.items())
+    ]
+
+
+def _size_text(least: Least) -> str:
+    return f"{least.devices} devices, {least.batch} samples in a step, {least.steps} steps"
+
+
+def _some(names: Sequence[str]) -> str:
+    text = ", ".join(names[:4])
+    return text if len(names) <= 4 else f"{text} and {len(names) - 4} more"
+
+
+def allow_plans(
+    cloud: Calls,
+    *,
+    model: str,
+    algorithms: tuple[str, ...],
+    tensors: tuple[str, ...],
+    keys: Path,
+    **least: int,
+) -> tuple[dict[str, Any], str]:
+    """Sign a policy under which the cloud's key may sign plans of `model`."""
+    name = Reference.parse(model).model
+    with remote_at(cloud) as remote:
+        left_out: list[str] = []
+        if not tensors:
+            tensors, left_out = _parameters(remote, model)
+        rule = PlanRule(algorithms or ("*",), tensors, Least.of_fields(least))
+        policy = PlanPolicy({**stored_plan_policy(remote).models, name: rule})
+        signed = sign_plan_policy(remote, policy, keys)
+    lines = [_policy_text(name, signed), f"tensors that may leave a device: {_some(rule.tensors)}"]
+    if left_out:
+        lines.append(
+            f"buffers that may not: {_some(left_out)}; a plan that shares them is refused. Allow "
+            "them by --tensors PATTERN, beside patterns of the parameters"
+        )
+    return {"plans": plan_policy_record(policy)}, "\n".join(lines)
+
+
+def _parameters(remote: Remote, reference: str) -> tuple[tuple[str, ...], list[str]]:
+    """Return the names that may leave by default, as patterns, and those of other buffers.
+
+    They are parameters, and the statistics of batch normalization.
+    """
+    version = remote.version(reference)
+    tensors = Container(remote.blob(version.blob, version.size), kind="model").manifest.tensors
+    buffers = {tensor.name for tensor in tensors if tensor.role == BUFFER}
+    statistics = {name for name in buffers if name.rpartition(".")[2] in STATISTICS}
+    names = {tensor.name for tensor in tensors if tensor.role == PARAMETER} | statistics
+    return (*sorted(names), LEARNED_RATES), sorted(buffers - statistics)
+
+
+def forbid_plans(cloud: Calls, *, model: str, keys: Path) -> tuple[dict[str, Any], str]:
+    """Sign a policy without `model`: people sign each of its plans."""
+    with remote_at(cloud) as remote:
+        models = dict(stored_plan_policy(remote).models)
+        if models.pop(model, None) is None:
+            listed = ", ".join(sorted(models)) or "none"
+            raise NotFound(f"the policy for plans has no rule for {model!r} (listed: {listed})")
+        policy = PlanPolicy(models)
+        signed = sign_plan_policy(remote, policy, keys)
+    return {"plans": plan_policy_record(policy)}, _policy_text(model, signed)
+
+
+def _policy_text(model: str, signed: SigningResult) -> str:
+    submitted = signed.submitted
+    if submitted.published:
+        return f"policy {submitted.version} published; it decides about plans of {model}"
+    return (
+        f"policy {submitted.version} has {submitted.signatures} of {submitted.threshold} "
+        "signatures; the other signers run the same command"
+    )
+
+
+def sign_run(
+    cloud: Calls, *, run_id: str, keys: Path, model_digest: str, **least: int | None
+) -> tuple[dict[str, Any], str]:
+    """Make the plan of a run here and sign it."""
+    spec = cloud.federation.GetRun(GetRunRequest(id=run_id)).spec
+    fields = least_of(spec).fields() | {k: v for k, v in least.items() if v is not None}
+    with remote_at(cloud) as remote:
+        signed = sign_plan(
+            remote,
+            spec,
+            keys,
+            least=Least.of_fields(fields),
+            model_digest=bytes.fromhex(model_digest),
+            progress=cloud.output.note,
+        )
+    (target,) = signed.targets
+    statement, submitted = target.statement, signed.submitted
+    record = {
+        **asdict(submitted),
+        "path": target.path,
+        "sha256": target.sha256.hex(),
+        **statement.custom(),
+    }
+    lines = [
+        f"{target.path}: {statement.algorithm} of {spec.model}, of model {statement.model_digest}",
+        f"tensors that may leave a device: {_some(statement.tensors)}",
+        f"in rounds of at least {_size_text(statement.least)}",
+    ]
+    if submitted.published:
+        lines.append("signed and published; devices run it")
+    else:
+        lines.append(
+            f"{submitted.signatures} of {submitted.threshold} signatures; the other signers run "
+            "the same command"
+        )
+    return record, "\n".join(lines)

@@ -1,0 +1,252 @@
+"""Signatures of training plans, without which devices run none.
+
+A person signs the plan of a run where the keys are, after making it again from the model; or the
+cloud's key signs it, if the policy that people signed allows it. Until one of both has happened the
+run waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+from tuf.api._payload import TargetFile
+
+from triplane.cloud.federation.children import Children
+from triplane.cloud.federation.journal import Prepared
+from triplane.cloud.federation.spec import least_updates
+from triplane.cloud.registry.names import Reference
+from triplane.cloud.trust.repository import MetadataRepository, Submitted, target_file
+from triplane.cloud.trust.signing import (
+    MAX_REPEATED,
+    MAX_TRIES,
+    RETRY_S,
+    Metadatas,
+    Progress,
+    Signer,
+    SigningResult,
+    check_model,
+)
+from triplane.proto import federation_pb2 as pb
+from triplane.proto.blobs import BlobFolder
+from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
+from triplane.proto.hyperparameters import set_values, values_of
+from triplane.proto.plan_statement import Least, PlanStatement
+from triplane.proto.registry_pb2 import Version
+from triplane.proto.signed_fields import PLANS
+from triplane.proto.targets import SignedTarget, plan_target, read_target
+from triplane.unified_ir.files.container import Container
+
+SAFE_BATCH: Final = 2
+"""Default of the least batch: the update of a step on one sample is the sample."""
+
+
+class PlanSource(Metadatas, Protocol):
+    """The calls of the cloud that signing a plan needs."""
+
+    def version(self, reference: str, /) -> Version:
+        """Return a registered version."""
+
+    def blob(self, sha256: bytes, size: int | None, /) -> Path:
+        """Return a local, verified file of that digest."""
+
+
+def least_of(spec: pb.Spec) -> Least:
+    """Return the smallest round that a run has; its batches may be smaller on small devices."""
+    sampling = spec.sampling
+    return Least(
+        devices=least_updates(spec.cohort.devices, spec.cohort.quorum),
+        batch=min(SAFE_BATCH, sampling.batch_size),
+        steps=sampling.steps,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFile:
+    """What a signature pins. digest: the root digest; sha256, length: of the file."""
+
+    digest: str
+    sha256: bytes
+    length: int
+    tensors: tuple[str, ...]
+
+    def target(self, role: str, spec: pb.Spec, model_digest: bytes, least: Least) -> SignedTarget:
+        """Return the target of this plan, which was made for a run of `spec`."""
+        reference = Reference.parse(spec.model)
+        statement = PlanStatement(
+            model=reference.model,
+            version=reference.version or 0,
+            model_digest=model_digest.hex(),
+            digest=self.digest,
+            algorithm=spec.algorithm,
+            hyperparameters=values_of(spec.hyperparameters),
+            tensors=self.tensors,
+            least=least,
+        )
+        return plan_target(role, statement, length=self.length, sha256=self.sha256)
+
+
+class PlanSignatures:
+    """The signatures of the plans that a cloud prepares."""
+
+    def __init__(self, repository: MetadataRepository, blobs: BlobFolder) -> None:
+        self._repository, self._blobs = repository, blobs
+
+    def lacking(
+        self, run: str, spec: pb.Spec, prepared: Prepared, model_digest: bytes, used: set[str]
+    ) -> str:
+        """Return why devices would refuse a prepared run's plan; empty if it is signed.
+
+        It signs the plan with the cloud's key if the policy allows it. used: digests of the plans
+        of other runs. Conflict: the run's rounds are smaller than those that were signed.
+        """
+        sha256 = bytes.fromhex(prepared.plan)
+        signed = self._repository.find_plan(prepared.plan_digest)
+        by_people = signed is not None and signed.path.startswith(f"{PLANS}/")
+        if signed is None or not by_people or signed.sha256 != sha256:
+            try:
+                signed = self._sign_auto(spec, prepared, model_digest, used)
+            except (Conflict, NotFound) as error:  # of the policy; of the cloud's key
+                return (
+                    f"waits for a signature of its plan: {error}. With the offline folder: "
+                    f"triplane federate sign {run} --keys DIR, or triplane cloud policy set-plans "
+                    f"{Reference.parse(spec.model).model} --keys DIR for this and later runs"
+                )
+        _check_size(spec, signed.statement.least)
+        return ""
+
+    def _sign_auto(
+        self, spec: pb.Spec, prepared: Prepared, model_digest: bytes, used: set[str]
+    ) -> SignedTarget:
+        sha256 = bytes.fromhex(prepared.plan)
+        length = self._blobs.find(sha256).stat().st_size
+        plan = PlanFile(prepared.plan_digest, sha256, length, tuple(sorted(prepared.roles)))
+        rule = self._repository.plan_policy().models.get(Reference.parse(spec.model).model)
+        least = Least() if rule is None else rule.least
+        statement = plan.target(PLANS, spec, model_digest, least).statement
+        return self._repository.sign_auto_plan(statement, length=length, sha256=sha256, keep=used)
+
+
+def _check_size(spec: pb.Spec, least: Least) -> None:
+    sampling = spec.sampling
+    of_run = Least(
+        devices=least_updates(spec.cohort.devices, spec.cohort.quorum),
+        batch=max(sampling.batch_size, sampling.support + sampling.query),
+        steps=sampling.steps,
+    )
+    lacking = least.lacking(of_run)
+    if lacking:
+        raise Conflict(
+            f"the run is smaller than its signed plan allows, so every device would decline: "
+            f"{lacking}; start a larger run, or have the plan signed for smaller ones"
+        )
+
+
+def sign_plan(
+    cloud: PlanSource,
+    spec: pb.Spec,
+    keys_folder: Path,
+    *,
+    least: Least,
+    model_digest: bytes = b"",
+    progress: Progress = lambda _: None,
+    now_s: float | None = None,
+) -> SigningResult:
+    """Make the plan of a run's spec here, and sign it with the `plans` keys in a folder.
+
+    model_digest: root digest of the model file, if the signer knows it; any other is refused. Plans
+    that wait for signatures are made and compared as well. NotFound: the folder has no such key.
+    Corrupt: what waits is not what its model gives here, or the cloud's metadata does not follow
+    from the root beside the keys.
+    """
+    wanted = _made_here(cloud, spec, least, progress, model_digest)
+    checked = {wanted.path: target_file(wanted)}
+    for tries_left in reversed(range(MAX_TRIES)):
+        signer = Signer(cloud, keys_folder, PLANS)
+        base = signer.published()
+        if base.get(wanted.path) == checked[wanted.path]:
+            pending = cloud.pending(PLANS)
+            done = Submitted(True, pending.signatures, pending.threshold, signer.version)
+            return SigningResult(done, (wanted,))
+        waiting = signer.waiting({k: v for k, v in base.items() if k != wanted.path})
+        others = {} if waiting is None else dict(waiting.signed.targets)
+        if waiting is not None and not signer.has_signed(waiting):
+            checked |= _compared(cloud, base, others, checked, progress)
+        try:
+            progress(f"signing {wanted.path}")
+            targets = {**base, **others, wanted.path: checked[wanted.path]}
+            return SigningResult(signer.sign(waiting, targets, now_s), (wanted,))
+        except Conflict:
+            if not tries_left:
+                raise
+            progress("somebody else signed at the same time; signing on top of that")
+            time.sleep(random.uniform(0, RETRY_S))
+    raise AssertionError("the last try returns or raises")
+
+
+def _compared(
+    cloud: PlanSource,
+    base: Mapping[str, TargetFile],
+    waiting: Mapping[str, TargetFile],
+    checked: Mapping[str, TargetFile],
+    progress: Progress,
+) -> dict[str, TargetFile]:
+    """Make the plans that wait again; return their entries, which are those that wait. Corrupt."""
+    new = {path: entry for path, entry in waiting.items() if base.get(path) != entry}
+    if len(new) > MAX_REPEATED:
+        raise InvalidInput(f"{len(new)} plans wait; at most {MAX_REPEATED} are signed at once")
+    compared: dict[str, TargetFile] = {}
+    for path, entry in new.items():
+        ours = checked.get(path)
+        if ours is None:
+            statement = read_target(path, entry.length, entry.hashes, entry.custom).statement
+            spec = pb.Spec(
+                model=f"{statement.model}@{statement.version}", algorithm=statement.algorithm
+            )
+            set_values(spec.hyperparameters, dict(statement.hyperparameters))
+            ours = target_file(_made_here(cloud, spec, statement.least, progress))
+        if ours != entry:
+            raise Corrupt(
+                f"{path} waits in the cloud with other facts than its model and the options here "
+                f"give; the other signers and you must use the same options"
+            )
+        compared[path] = entry
+    return compared
+
+
+def _made_here(
+    cloud: PlanSource,
+    spec: pb.Spec,
+    least: Least,
+    progress: Progress,
+    model_digest: bytes = b"",
+) -> SignedTarget:
+    version = cloud.version(spec.model)
+    check_model(version, model_digest)
+    progress(f"making the plan of {spec.algorithm} for {spec.model}")
+    with tempfile.TemporaryDirectory(prefix="triplane-sign-") as work:
+        model = cloud.blob(version.blob, version.size)
+        digest = bytes.fromhex(Container(model, kind="model").digest)
+        # The digest is the name by which a signer knows the model; the cloud may say any other.
+        if digest != version.model_digest:
+            raise Corrupt(
+                f"the file of {spec.model} is model {digest.hex()[:12]}, and the cloud calls it "
+                f"{version.model_digest.hex()[:12]}"
+            )
+        plan = asyncio.run(_plan_file(Path(work), model, spec))
+    return plan.target(PLANS, spec, digest, least)
+
+
+async def _plan_file(work: Path, model: Path, spec: pb.Spec) -> PlanFile:
+    async with Children(work).plan(model, spec) as planned:
+        with planned.plan.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").digest()
+            length = file.tell()
+        return PlanFile(planned.digest, sha256, length, tuple(sorted(planned.roles)))

@@ -1,0 +1,204 @@
+"""Which plans a device runs: signed ones, in rounds that are large enough, by its owner's rules.
+
+A plan must be listed by signed metadata that follows from the root that the device stored at its
+enrolment (`proto/signed/`). What was signed names the tensors that may leave the device and the
+smallest round in which the plan may run; the owner's settings may ask for more.
+"""
+
+import hashlib
+import json
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+
+from triplane.device.home import DeviceHome, DeviceSettings
+from triplane.device.tasks import Task
+from triplane.proto import federation_pb2 as pb
+from triplane.proto.errors import Conflict, Corrupt, InvalidInput, TriplaneError, Unavailable
+from triplane.proto.plan_statement import Least, PlanStatement
+from triplane.proto.targets import SignedTarget, read_target
+from triplane.unified_ir.federated.core.learn import LEARN, SUPPORT, Shard, shared
+from triplane.unified_ir.files.container import Container
+from triplane.unified_ir.runtime.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+RECHECK_S: Final = 3600.0
+"""Time after which a plan that a device goes on running is looked up in the metadata again."""
+VERIFYING_S: Final = 120.0
+MAX_ANSWER_BYTES: Final = 4 << 20
+
+Verify = Callable[[str], SignedTarget]
+"""Returns the signed target of a plan by its root digest; raises if devices must not run it."""
+
+
+class SignedPlans:
+    """The plans that a device may run. Not for several threads."""
+
+    def __init__(self, settings: DeviceSettings, verify: Verify) -> None:
+        self._settings, self._verify = settings, verify
+        self._statement: PlanStatement | None = None
+        self._blob, self._until_s = b"", 0.0
+
+    def require(self, task: Task, path: Path) -> PlanStatement:
+        """Return what was signed about the plan at `path`, which the task names.
+
+        Corrupt: it is not signed, or signed with other bytes. Unavailable: the cloud's metadata
+        cannot be fetched now.
+        """
+        if self._statement is None or self._blob != task.plan.sha256 or self._is_old:
+            # Forgotten first: after an error the plan counts as unsigned.
+            self._statement = None
+            self._statement = self._look_up(task, path)
+            self._blob, self._until_s = task.plan.sha256, time.monotonic() + RECHECK_S
+        return self._statement
+
+    @property
+    def _is_old(self) -> bool:
+        return time.monotonic() > self._until_s
+
+    def _look_up(self, task: Task, path: Path) -> PlanStatement:
+        digest = Container(path, kind="plan").digest
+        try:
+            target = self._verify(digest)
+        except Unavailable:
+            raise
+        except TriplaneError as error:
+            raise Corrupt(f"this device does not run plan {digest[:12]}: {error}") from error
+        if (target.sha256, target.length) != (task.plan.sha256, task.plan.size):
+            raise Corrupt(
+                f"this device does not run plan {digest[:12]}: {target.length} bytes with SHA-256 "
+                f"{target.sha256.hex()[:12]} are signed, the task names {task.plan.size} bytes "
+                f"with {task.plan.sha256.hex()[:12]}"
+            )
+        statement = target.statement
+        if statement.digest != digest:
+            raise Corrupt(f"the signature of plan {statement.digest[:12]} is not {digest[:12]}'s")
+        allowed = self._settings.algorithms
+        if allowed and statement.algorithm not in allowed:
+            raise Conflict(
+                f"the owner of this device allows the algorithms {', '.join(allowed)} (algorithms "
+                f"in device.json), the plan is of {statement.algorithm}"
+            )
+        return statement
+
+    def check(self, statement: PlanStatement, plan: Plan, task: Task, shard: Shard) -> None:
+        """Raise Conflict if the plan lets out more than was signed, or the round is too small.
+
+        Corrupt: it is another plan.
+        """
+        if plan.digest != statement.digest:  # the file has changed since it was looked up
+            raise Corrupt(f"plan {plan.digest[:12]} is not the signed {statement.digest[:12]}")
+        odd = sorted(set(shared(plan.roles)) - set(statement.tensors))
+        if odd:
+            raise Conflict(
+                f"the plan shares tensors that were not signed as leaving a device: "
+                f"{', '.join(odd[:4])}"
+            )
+        if task.kind != "learn":
+            return  # a score leaves the device, and no tensor
+        least = statement.least.stricter(self._settings.least)
+        lacking = least.lacking(_size_of(plan, task, shard))
+        if lacking:
+            raise Conflict(
+                f"the round is too small for this device: the plan's signature and the settings in "
+                f"device.json demand {lacking}"
+            )
+
+
+def _size_of(plan: Plan, task: Task, shard: Shard) -> Least:
+    work, samples = task.work, shard.examples
+    is_episode = any(x.name.startswith(SUPPORT) for x in plan.inputs(LEARN))
+    batch = work.support + work.query if is_episode else work.batch_size
+    return Least(devices=max(1, task.cohort), batch=max(1, min(batch, samples)), steps=work.steps)
+
+
+def verified_here(
+    home: DeviceHome, channel: Callable[[], grpc.Channel], *, by_people: bool
+) -> Verify:
+    """Return a function that verifies in this process, which then holds tuf and cryptography."""
+
+    def verify(digest: str) -> SignedTarget:
+        from triplane.proto.signed.metadata import fetch_over
+        from triplane.proto.signed.trust import Trust
+
+        require_root(home)
+        trust = Trust(home.trust, fetch_over(channel()), machine="device")
+        freshness = trust.refresh()
+        if not freshness.is_fresh:
+            error = freshness.error or Unavailable("no signed metadata could be verified")
+            raise (*freshness.refusals, error)[0]
+        return trust.plan(digest, by_people=by_people)
+
+    return verify
+
+
+def verified_apart(home: DeviceHome, *, by_people: bool) -> Verify:
+    """Return a function that verifies in a process of its own, `device/verifying.py`.
+
+    tuf and cryptography take 14 MB, which a device could not free again.
+    """
+
+    def verify(digest: str) -> SignedTarget:
+        require_root(home)
+        command = [sys.executable, "-m", "triplane.device.verifying", str(home.path), digest]
+        command += ["--by-people"] if by_people else []
+        try:
+            done = subprocess.run(
+                command, capture_output=True, check=False, timeout=VERIFYING_S,
+                stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise Unavailable(f"the plan's signature was not verified: {error}") from error
+        return _answer(done.stdout[:MAX_ANSWER_BYTES], done.stderr)
+
+    return verify
+
+
+def _answer(data: bytes, log: bytes) -> SignedTarget:
+    try:
+        answer: dict[str, Any] = json.loads(data)
+    except ValueError as error:
+        reason = log.decode(errors="replace").strip()[-500:]
+        raise Unavailable(f"the plan's signature was not verified: {reason}") from error
+    if "refused" in answer:
+        raise Corrupt(str(answer["refused"]))
+    if "unavailable" in answer:
+        raise Unavailable(str(answer["unavailable"]))
+    return read_target(answer["path"], answer["length"], answer["hashes"], answer["custom"])
+
+
+def note_metadata(home: DeviceHome, offer: pb.Offer) -> None:
+    """Add to an offer which metadata the device has verified, so that a restored cloud notices.
+
+    The files are the device's own and were verified before they were stored, so they are read as
+    plain JSON; nothing is added if one is missing.
+    """
+    folder = home.trust / "metadata"
+    try:
+        timestamp = (folder / "timestamp.json").read_bytes()
+        versions: dict[str, int] = {}
+        for name in ("snapshot.json", "timestamp.json"):
+            signed = json.loads((folder / name).read_bytes())["signed"]
+            pins = {pin.removesuffix(".json"): m["version"] for pin, m in signed["meta"].items()}
+            versions |= pins | {name.removesuffix(".json"): signed["version"]}
+        offer.metadata_versions.update(versions)
+        offer.metadata_sha256 = hashlib.sha256(timestamp).digest()
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        logger.debug("no metadata in the offer", extra={"reason": str(error)})
+
+
+def require_root(home: DeviceHome) -> None:
+    """Raise InvalidInput if the device was enrolled before devices stored a root."""
+    if not home.has_root:
+        raise InvalidInput(
+            "it was enrolled by an earlier release, and has no root of trust by which it could "
+            "recognize signed plans. On the device, repeat: triplane device enrol TOKEN --cloud "
+            f"HOST:PORT --home {home.path}, with the token of then or a new one"
+        )

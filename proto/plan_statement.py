@@ -1,0 +1,317 @@
+"""What signed metadata says about a training plan, and the policy for plans.
+
+Devices run a plan only if the role `plans` (people) or the role `auto` (the cloud's key) lists it.
+The entry pins the plan's bytes and states which tensors may leave a device. What `auto` signed must
+also agree with the plan policy, which the offline role `targets` lists. Signers, cloud and devices
+parse both with the functions here, so that no input can be read in two ways.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Final
+
+from triplane.proto.errors import Corrupt, InvalidInput
+from triplane.proto.signed_fields import (
+    AUTO,
+    NAME,
+    PLANS,
+    is_count,
+    is_hex_digest,
+    parse_policy,
+    shown,
+)
+
+PLAN_ROLES: Final = (PLANS, AUTO)
+PLAN_POLICY_PATH: Final = "plans.json"
+MAX_PLAN_POLICY_BYTES: Final = 1 << 20
+MAX_MODELS: Final = 1000
+MAX_TENSORS: Final = 4096
+"""Largest number of tensors in a statement, and of patterns in a rule."""
+MAX_TENSOR_CHARS: Final = 200
+MAX_NUMBERS: Final = 64
+"""Largest number of hyperparameters."""
+MAX_LEAST: Final = 1_000_000
+
+_PLAN: Final = re.compile(r"(plans|auto)/([0-9a-f]{64})\.plan")
+_ALGORITHM: Final = re.compile(r"[a-z0-9][a-z0-9+._-]{0,62}")
+_TENSOR: Final = re.compile(rf"[!-~]{{1,{MAX_TENSOR_CHARS}}}")
+_LEAST: Final = ("least_devices", "least_batch", "least_steps")
+_STATEMENT: Final = frozenset(
+    {"model", "version", "model_digest", "content_digest", "algorithm", "hyperparameters",
+     "tensors", *_LEAST}
+)  # fmt: skip
+_RULE: Final = frozenset({"algorithms", "tensors", *_LEAST})
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PlanName:
+    """A training plan by the role that signs it: `plans/DIGEST.plan`.
+
+    digest: its root digest, 64 hexadecimal digits.
+    """
+
+    role: str
+    digest: str
+
+    def __str__(self) -> str:
+        return f"{self.role}/{self.digest}.plan"
+
+    @classmethod
+    def parse(cls, path: str) -> "PlanName":
+        """Parse a target path. InvalidInput unless it is spelled exactly as `str` spells it."""
+        match = _PLAN.fullmatch(path)
+        if match is None:
+            raise InvalidInput(
+                f"a plan's target path is ROLE/DIGEST.plan with role {' or '.join(PLAN_ROLES)} and "
+                f"64 hexadecimal digits, got {path[:200]!r}"
+            )
+        return cls(match[1], match[2])
+
+
+def is_plan(path: str) -> bool:
+    """Return whether a target path can only be the one of a plan."""
+    return path.startswith(f"{PLANS}/") or (path.startswith(f"{AUTO}/") and path.endswith(".plan"))
+
+
+@dataclass(frozen=True, slots=True)
+class Least:
+    """The smallest round in which a plan may run.
+
+    devices: updates that the next state is computed from. batch: samples in a step. steps: steps of
+    learning in a task.
+    """
+
+    devices: int = 1
+    batch: int = 1
+    steps: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not is_count(value, 1, MAX_LEAST):
+                raise InvalidInput(f"least {name} is 1 to {MAX_LEAST}, got {shown(value)}")
+
+    def fields(self) -> dict[str, int]:
+        """Return these numbers as signed documents have them."""
+        return {f"least_{name}": value for name, value in asdict(self).items()}
+
+    @classmethod
+    def of_fields(cls, fields: Mapping[str, Any]) -> "Least":
+        """Return the numbers of a signed document. InvalidInput."""
+        return cls(*(fields[name] for name in _LEAST))
+
+    def stricter(self, other: "Least") -> "Least":
+        """Return the larger of each number."""
+        return Least(
+            max(self.devices, other.devices),
+            max(self.batch, other.batch),
+            max(self.steps, other.steps),
+        )
+
+    def lacking(self, other: "Least") -> str:
+        """Return which numbers of `other` are below these, as a sentence; empty if none is."""
+        ours, theirs = asdict(self), asdict(other)
+        return " and ".join(
+            f"at least {ours[name]} {UNITS[name]}, got {theirs[name]}"
+            for name in ours
+            if theirs[name] < ours[name]
+        )
+
+
+UNITS: Final = {
+    "devices": "devices in a round",
+    "batch": "samples in a step",
+    "steps": "steps in a task",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanStatement:
+    """The signed facts of a plan.
+
+    version: of the model, whose file has the root digest `model_digest`. digest: the plan's root
+    digest. hyperparameters: by name, enough to make the plan again. tensors: the sorted names of
+    those that may leave a device.
+    """
+
+    model: str
+    version: int
+    model_digest: str
+    digest: str
+    algorithm: str
+    hyperparameters: Mapping[str, float]
+    tensors: tuple[str, ...]
+    least: Least
+
+    def custom(self) -> dict[str, Any]:
+        """Return the custom field of the target."""
+        return {
+            "model": self.model,
+            "version": self.version,
+            "model_digest": self.model_digest,
+            "content_digest": self.digest,
+            "algorithm": self.algorithm,
+            # As a text, because canonical JSON has no fractions.
+            "hyperparameters": json.dumps(dict(self.hyperparameters), sort_keys=True),
+            "tensors": list(self.tensors),
+            **self.least.fields(),
+        }
+
+    @classmethod
+    def read(cls, path: str, custom: Any) -> "PlanStatement":
+        """Parse the custom field of the target at `path`. Corrupt names the field that is wrong."""
+        name = PlanName.parse(path)
+        if not isinstance(custom, dict) or set(custom) != _STATEMENT:
+            raise Corrupt(f"{path}: custom fields are {sorted(_STATEMENT)}, got {shown(custom)}")
+        wrong = next((key for key, holds in _CHECKS.items() if not holds(custom[key])), "")
+        if wrong or custom["content_digest"] != name.digest:
+            key = wrong or "content_digest"
+            raise Corrupt(f"{path}: the field {key} must not be {shown(custom[key])}")
+        try:
+            least = Least.of_fields(custom)
+        except InvalidInput as error:
+            raise Corrupt(f"{path}: {error}") from error
+        return cls(
+            model=custom["model"],
+            version=custom["version"],
+            model_digest=custom["model_digest"],
+            digest=name.digest,
+            algorithm=custom["algorithm"],
+            hyperparameters=_numbers(custom["hyperparameters"]) or {},
+            tensors=tuple(custom["tensors"]),
+            least=least,
+        )
+
+
+def _is_name(x: Any) -> bool:
+    return isinstance(x, str) and re.fullmatch(NAME, x) is not None
+
+
+def _is_algorithm(x: Any) -> bool:
+    return isinstance(x, str) and _ALGORITHM.fullmatch(x) is not None
+
+
+def _is_texts(x: Any) -> bool:
+    return (
+        isinstance(x, list)
+        and len(x) <= MAX_TENSORS
+        and all(isinstance(text, str) and _TENSOR.fullmatch(text) for text in x)
+    )
+
+
+def _numbers(text: Any) -> dict[str, float] | None:
+    """Return hyperparameters from their text; None if it is anything else."""
+    if not isinstance(text, str) or len(text) > MAX_NUMBERS * 100:
+        return None
+    try:
+        numbers = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(numbers, dict) or len(numbers) > MAX_NUMBERS:
+        return None
+    is_fine = all(
+        _is_algorithm(name) and type(x) in {int, float} and math.isfinite(x)
+        for name, x in numbers.items()
+    )
+    return numbers if is_fine else None
+
+
+_CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
+    "model": _is_name,
+    "version": lambda x: is_count(x, 1, 999_999_999),
+    "model_digest": is_hex_digest,
+    "content_digest": is_hex_digest,
+    "algorithm": _is_algorithm,
+    "hyperparameters": lambda x: _numbers(x) is not None,
+    "tensors": lambda x: _is_texts(x) and x == sorted(set(x)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRule:
+    """The plans of one model that the role `auto` may sign.
+
+    algorithms, tensors: patterns in which `*` stands for any characters; each tensor that leaves a
+    device must match one. least: the smallest rounds that a statement may allow.
+    """
+
+    algorithms: tuple[str, ...]
+    tensors: tuple[str, ...]
+    least: Least = Least()
+
+    def refusal(self, statement: PlanStatement) -> str:
+        """Return why the rule does not allow a plan; empty if it does."""
+        if not _matches(statement.algorithm, self.algorithms):
+            allowed = ", ".join(self.algorithms)
+            return f"the algorithm {statement.algorithm} is not one of {allowed}"
+        odd = [name for name in statement.tensors if not _matches(name, self.tensors)]
+        if odd:
+            names = ", ".join(odd[:4])
+            return f"it lets tensors leave a device that no pattern allows: {names}"
+        lacking = self.least.lacking(statement.least)
+        return f"it must demand {lacking}" if lacking else ""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanPolicy:
+    """Rules by model name. The role `auto` cannot sign a plan of a model without a rule."""
+
+    models: Mapping[str, PlanRule]
+
+    def text(self) -> str:
+        """Return this policy as JSON with sorted keys, the only text of it."""
+        rules = {
+            model: {
+                "algorithms": list(rule.algorithms),
+                "tensors": list(rule.tensors),
+                **rule.least.fields(),
+            }
+            for model, rule in self.models.items()
+        }
+        return json.dumps({"format": 1, "models": rules}, sort_keys=True, indent=1) + "\n"
+
+    @classmethod
+    def parse(cls, text: str) -> "PlanPolicy":
+        """Read a policy; InvalidInput names the model and the field that breaks a rule."""
+        models = parse_policy(
+            text, "a plan policy", max_bytes=MAX_PLAN_POLICY_BYTES, max_models=MAX_MODELS
+        )
+        return cls({model: _rule(model, fields) for model, fields in models.items()})
+
+    def refusal(self, statement: PlanStatement) -> str:
+        """Return why the policy does not let `auto` sign a plan; empty if it does."""
+        rule = self.models.get(statement.model)
+        if rule is None:
+            listed = ", ".join(sorted(self.models)) or "none"
+            return f"it has no rule for model {statement.model!r} (listed: {listed})"
+        reason = rule.refusal(statement)
+        return f"of {statement.model}: {reason}" if reason else ""
+
+
+NO_PLANS: Final = PlanPolicy({})
+"""The policy of a cloud whose metadata lists none."""
+
+
+def _rule(model: str, fields: Any) -> PlanRule:
+    what = f"plan policy of {model}"
+    if not isinstance(fields, dict) or set(fields) != _RULE:
+        raise InvalidInput(f"{what}: a rule has {sorted(_RULE)}, got {shown(fields)}")
+    for name in ("algorithms", "tensors"):
+        if not (_is_texts(fields[name]) and fields[name]):
+            raise InvalidInput(
+                f"{what}: {name} are 1 to {MAX_TENSORS} patterns of at most {MAX_TENSOR_CHARS} "
+                f"characters, got {shown(fields[name])}"
+            )
+    try:
+        least = Least.of_fields(fields)
+    except InvalidInput as error:
+        raise InvalidInput(f"{what}: {error}") from error
+    return PlanRule(tuple(fields["algorithms"]), tuple(fields["tensors"]), least)
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    # Brackets and question marks are meant literally: names of tensors may hold them.
+    return any(fnmatchcase(name, re.sub(r"([\[?])", r"[\1]", p)) for p in patterns)

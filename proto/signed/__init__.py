@@ -1,0 +1,1 @@
+"""Verify signed metadata (TUF) away from the cloud: on nodes and on devices."""

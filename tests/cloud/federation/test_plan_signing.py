@@ -1,0 +1,212 @@
+"""A run begins when its plan is signed, and only then."""
+
+import asyncio
+import threading
+
+import pytest
+from tests.cloud.federation import given
+from tests.support.deadlines import within
+
+from triplane.cloud.federation.plan_signing import least_of, sign_plan
+from triplane.cloud.home import initialize
+from triplane.cloud.registry import encoding
+from triplane.cloud.server import running
+from triplane.cloud.trust.signing import sign_plan_policy
+from triplane.proto import federation_pb2 as pb
+from triplane.proto.errors import Corrupt, NotFound
+from triplane.proto.plan_statement import Least, PlanPolicy, PlanRule
+
+ALL = PlanRule(("*",), ("*",))
+
+
+class Source:
+    """A cloud in this process, as a signer uses it."""
+
+    def __init__(self, cloud):
+        self._cloud, self._loop = cloud, asyncio.get_running_loop()
+        repository = cloud.repository
+        self.get, self.pending, self.submit = repository.get, repository.pending, repository.submit
+
+    def version(self, reference):
+        asked = self._cloud.registry.version(reference)
+        return encoding.version(asyncio.run_coroutine_threadsafe(asked, self._loop).result(10))
+
+    def blob(self, sha256, _size):
+        return self._cloud.blobs.find(sha256)
+
+
+def story_of(folder, story, **init):
+    """`story` with a cloud that has tiny@1 and no policy, and a run of it that has begun."""
+    home = initialize(folder / "home", offline_keys=folder / "keys", **init).home
+
+    async def whole():
+        async with running(home) as cloud:
+            await given.registered(cloud, folder)
+            run = await cloud.federation.begin(given.start_request(), by="operator")
+            return await story(cloud, run.id)
+
+    return within(whole())
+
+
+async def until(cloud, run_id, holds):
+    while True:
+        moved = cloud.federation.moved
+        run = await cloud.federation.run(run_id)
+        if holds(run):
+            return run
+        await moved.wait()
+
+
+def waits(run):
+    return "waits for a signature" in run.reason
+
+
+def gathers(run):
+    return run.phase == pb.Run.GATHERING
+
+
+def failed(run):
+    return run.phase == pb.Run.FAILED
+
+
+async def signed(cloud, run_id, folder, **options):
+    spec = (await cloud.federation.run(run_id)).spec
+    options = {"least": least_of(spec), **options}
+    return await asyncio.to_thread(sign_plan, Source(cloud), spec, folder / "keys", **options)
+
+
+@pytest.mark.long
+def test_a_run_waits_for_the_signature_of_a_person(tmp_path):
+    async def story(cloud, run_id):
+        run = await until(cloud, run_id, waits)
+        assert run.phase == pb.Run.PREPARING
+        assert "it has no rule for model 'tiny' (listed: none)" in run.reason
+        assert f"triplane federate sign {run_id} --keys DIR" in run.reason
+        assert "triplane cloud policy set-plans tiny --keys DIR" in run.reason
+        result = await signed(cloud, run_id, tmp_path)
+        run = await until(cloud, run_id, gathers)
+        assert run.reason == ""
+        statement = result.targets[0].statement
+        assert statement.tensors == ("0.bias", "0.weight", "2.bias", "2.weight")
+        assert statement.least == Least(devices=2, batch=2, steps=3)
+        assert statement.algorithm == "fedavg"
+        version = cloud.repository.versions()["plans"]
+        again = await signed(cloud, run_id, tmp_path)
+        assert again.targets == result.targets
+        assert cloud.repository.versions()["plans"] == version
+
+    story_of(tmp_path, story)
+
+
+@pytest.mark.slow
+def test_a_policy_lets_the_clouds_key_sign(tmp_path):
+    async def story(cloud, run_id):
+        await until(cloud, run_id, waits)
+        rule = PlanRule(("fed*",), ("*.weight",))
+        await asyncio.to_thread(sign_policy, cloud, tmp_path, rule)
+        run = await until(cloud, run_id, lambda run: "no pattern allows" in run.reason)
+        assert "0.bias, 2.bias" in run.reason
+        await asyncio.to_thread(sign_policy, cloud, tmp_path, ALL)
+        await until(cloud, run_id, gathers)
+        (path,) = [t.path for t in cloud.repository._chain.plans.values()]
+        assert path.startswith("auto/")
+
+    story_of(tmp_path, story)
+
+
+def sign_policy(cloud, folder, rule):
+    sign_plan_policy(cloud.repository, PlanPolicy({"tiny": rule}), folder / "keys")
+
+
+@pytest.mark.long
+def test_a_run_that_is_smaller_than_its_signed_plan_fails_with_the_reason(tmp_path):
+    async def story(cloud, run_id):
+        await until(cloud, run_id, waits)
+        await signed(cloud, run_id, tmp_path, least=Least(devices=5))
+        run = await until(cloud, run_id, failed)
+        assert "at least 5 devices in a round, got 2" in run.reason
+
+    story_of(tmp_path, story)
+
+
+@pytest.mark.long
+def test_a_waiting_run_can_be_stopped_and_goes_on_after_a_signature(tmp_path):
+    async def story(cloud, run_id):
+        await until(cloud, run_id, waits)
+        stopped = await cloud.federation.halt(run_id, reason="a holiday", by="operator")
+        assert (stopped.phase, stopped.reason) == (pb.Run.STOPPED, "a holiday")
+        await signed(cloud, run_id, tmp_path)
+        await cloud.federation.resume(run_id, reason="", by="operator")
+        await until(cloud, run_id, gathers)
+
+    story_of(tmp_path, story)
+
+
+@pytest.mark.long
+def test_a_signer_refuses_a_plan_of_another_model_file_than_the_reviewed_one(tmp_path):
+    async def story(cloud, run_id):
+        with pytest.raises(Corrupt, match="as you expect"):
+            await signed(cloud, run_id, tmp_path, model_digest=bytes(32))
+
+    story_of(tmp_path, story)
+
+
+@pytest.mark.long
+def test_a_run_waits_for_as_many_people_as_the_role_needs(tmp_path):
+    """Both sign with the same options; the second makes the waiting plan again."""
+
+    async def story(cloud, run_id):
+        await until(cloud, run_id, waits)
+        for name in ("alex", "kim"):
+            (tmp_path / name).mkdir()
+        keys = tmp_path / "keys"
+        for n, name in enumerate(("alex", "kim"), 1):
+            (tmp_path / name / "keys").mkdir()
+            for file in (f"plans-{n}.pem", "root.json"):
+                (tmp_path / name / "keys" / file).write_bytes((keys / file).read_bytes())
+        first = await signed(cloud, run_id, tmp_path / "alex")
+        assert (first.submitted.published, first.submitted.signatures) == (False, 1)
+        with pytest.raises(Corrupt, match="must use the same options"):
+            await signed(cloud, run_id, tmp_path / "kim", least=Least())
+        second = await signed(cloud, run_id, tmp_path / "kim")
+        assert second.submitted.published
+        await until(cloud, run_id, gathers)
+
+    story_of(tmp_path, story, keys={"plans": 2}, thresholds={"plans": 2})
+
+
+@pytest.mark.long
+def test_a_folder_without_the_key_signs_nothing(tmp_path):
+    async def story(cloud, run_id):
+        (tmp_path / "keys" / "plans.pem").unlink()
+        with pytest.raises(NotFound, match="no key of the role plans"):
+            await signed(cloud, run_id, tmp_path)
+
+    story_of(tmp_path, story)
+
+
+@pytest.mark.slow
+def test_a_cloud_raises_its_numbers_for_a_device_that_saw_higher_ones(tmp_path, monkeypatch):
+    """It was restored from a backup; any other device refuses what is older than it has seen."""
+
+    async def story():
+        async with running(given.make_home(tmp_path)) as cloud:
+            repository, raised = cloud.repository, threading.Event()
+            before, overtake = repository.versions(), repository.overtake
+
+            def overtaking(numbers):
+                is_done = overtake(numbers)
+                raised.set()
+                return is_done
+
+            monkeypatch.setattr(repository, "overtake", overtaking)
+            seen = {"timestamp": before["timestamp"] + 5, "odd": 3}
+            (device,) = await given.devices_of(cloud, tmp_path, ("ann",))
+            device.offer = lambda: pb.Offer(
+                population=given.POPULATION, examples=1, metadata_versions=seen
+            )
+            async with device.live():
+                assert await asyncio.to_thread(raised.wait, 30)
+                return repository.versions()["timestamp"] - before["timestamp"]
+
+    assert within(story()) == 6

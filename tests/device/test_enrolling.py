@@ -1,0 +1,73 @@
+"""The first root of signed metadata that a device trusts."""
+
+import asyncio
+
+import pytest
+from tests.cloud.federation import given
+from tests.device.devices import cloud_of, token_for
+from tests.support.deadlines import within
+
+from triplane.device import FederatedClient
+from triplane.device.home import BOOTSTRAP
+from triplane.proto.errors import Conflict, Corrupt
+from triplane.proto.signed import trust
+
+pytestmark = pytest.mark.slow
+
+
+def client_in(folder, name="ann"):
+    return FederatedClient(folder / name, given.shard(0), population=given.POPULATION)
+
+
+def enrolled(folder, story):
+    async def whole():
+        async with cloud_of(folder) as cloud:
+            return await story(cloud)
+
+    return within(whole())
+
+
+def test_a_device_keeps_the_clouds_root_from_its_enrolment(tmp_path):
+    async def story(cloud):
+        client = client_in(tmp_path)
+        token = await token_for(cloud, "ann")
+        await asyncio.to_thread(client.enrol, token, cloud.enrol_address)
+        assert (
+            cloud.repository.get("root.json")
+            == (tmp_path / "ann" / "trust" / BOOTSTRAP).read_bytes()
+        )
+
+    enrolled(tmp_path, story)
+    assert trust.BOOTSTRAP == BOOTSTRAP
+
+
+def test_a_device_without_a_root_gets_it_with_the_used_token(tmp_path):
+    """As after an interruption, or when it was enrolled by an earlier release."""
+
+    async def story(cloud):
+        client = client_in(tmp_path)
+        token = await token_for(cloud, "ann")
+        for _ in range(2):
+            await asyncio.to_thread(client.enrol, token, cloud.enrol_address)
+            (tmp_path / "ann" / "trust" / BOOTSTRAP).unlink()
+        await asyncio.to_thread(client.enrol, token, cloud.enrol_address)
+        with pytest.raises(Conflict, match="stays ann, enrolled before"):
+            await asyncio.to_thread(client.enrol, token, cloud.enrol_address)
+
+    enrolled(tmp_path, story)
+
+
+def test_a_root_brought_by_hand_must_lead_to_the_clouds_metadata(tmp_path):
+    async def story(cloud):
+        token = await token_for(cloud, "ann")
+        given.make_home(tmp_path / "other")
+        other = tmp_path / "other" / "keys" / "root.json"
+        with pytest.raises(Corrupt, match=r"does not follow from .*root\.json"):
+            await asyncio.to_thread(
+                client_in(tmp_path).enrol, token, cloud.enrol_address, root=other
+            )
+        assert not (tmp_path / "ann" / "trust" / BOOTSTRAP).exists()
+        ours = tmp_path / "keys" / "root.json"
+        await asyncio.to_thread(client_in(tmp_path).enrol, token, cloud.enrol_address, root=ours)
+
+    enrolled(tmp_path, story)

@@ -1,0 +1,129 @@
+"""Neighbours and thresholds, against enumeration and against the bounds that they promise."""
+
+import math
+from fractions import Fraction
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.masking.parameters import (
+    COMPLETE_UP_TO,
+    GRINDING_TRIES,
+    MAX_COHORT,
+    MaskingParameters,
+    _below,
+    _most,
+    choose_parameters,
+)
+
+
+def choose(devices, **changes):
+    settings = {"least": 3, "lost_share": 1 / 3, "colluding_share": 0.05, "failure": 1e-6}
+    return choose_parameters(devices, **{**settings, **changes})
+
+
+def at_least(total, marked, drawn, count):
+    """P(at least `count` of the marked are drawn), by its definition."""
+    ways = sum(
+        math.comb(marked, i) * math.comb(total - marked, drawn - i)
+        for i in range(count, min(marked, drawn) + 1)
+    )
+    return Fraction(ways, math.comb(total, drawn))
+
+
+@given(st.integers(1, 9), st.data())
+def test_tails_are_those_of_drawing_without_replacement(total, data):
+    marked = data.draw(st.integers(0, total))
+    drawn = data.draw(st.integers(0, total))
+    least = data.draw(st.integers(0, total + 1))
+    counts = [sum(i < marked for i in c) for c in combinations(range(total), drawn)]
+    assert _below(total, marked, drawn, least) == Fraction(
+        sum(c < least for c in counts), len(counts)
+    )
+    failure = data.draw(st.fractions(0, 1))
+    bound = _most(total, marked, drawn, failure)
+    assert Fraction(sum(c > bound for c in counts), len(counts)) <= failure
+    if bound > min(counts):
+        assert Fraction(sum(c > bound - 1 for c in counts), len(counts)) > failure
+
+
+@pytest.mark.parametrize("devices", [65, 100, 500, 1000])
+@pytest.mark.parametrize(("lost", "colluding"), [(1 / 3, 0.05), (0.1, 0.1), (0.05, 0.0)])
+def test_both_kinds_of_failure_are_as_rare_as_promised(devices, lost, colluding):
+    p = choose(devices, lost_share=lost, colluding_share=colluding)
+    assert not p.complete
+    more = p.colluding_neighbours + 1
+    too_many = at_least(devices - 1, p.colluding, p.neighbours, more)
+    too_few = 1 - at_least(devices - 1, devices - 1 - p.lost, p.neighbours, p.threshold)
+    assert devices * (GRINDING_TRIES * too_many + too_few) <= Fraction(1e-6)
+    assert 2 * (p.threshold - p.colluding_neighbours) > p.neighbours
+    assert p.neighbours % 2 == 0
+
+
+@given(st.integers(3, 200), st.floats(0, 0.4), st.floats(0, 0.2))
+def test_no_second_survivor_set_and_no_second_secret_can_be_had(devices, lost, colluding):
+    try:
+        p = choose(devices, lost_share=lost, colluding_share=colluding)
+    except InvalidInput:
+        return
+    assert 2 * p.threshold > p.neighbours + p.colluding_neighbours
+    assert 2 * p.quorum > devices + p.colluding
+    assert p.colluding_neighbours < p.threshold <= p.neighbours < devices
+    assert p.lost <= devices - max(p.quorum, p.least)
+    assert p.least >= p.colluding + 2
+    assert p.complete or devices > COMPLETE_UP_TO
+
+
+def test_the_parameters_of_a_cohort_are_these():
+    # Device and cloud compute them apart, perhaps in different versions: they must not change.
+    small, large = choose(3, lost_share=0.0), choose(1000)
+    shape = [(p.neighbours, p.threshold, p.quorum, p.lost, p.colluding) for p in (small, large)]
+    assert shape == [(2, 2, 2, 0, 0), (572, 337, 526, 333, 50)]
+
+
+def test_few_losses_and_colluders_need_few_neighbours():
+    counts = [choose(1000, lost_share=x, colluding_share=x).neighbours for x in (0.01, 0.05, 0.1)]
+    assert counts == sorted(counts)
+    assert counts[0] < 80
+
+
+@pytest.mark.parametrize(
+    ("devices", "changes", "message"),
+    [
+        (2, {"least": 2}, "3 <= least cohort"),
+        (5, {"least": 6}, "got least cohort 6 and 5 devices"),
+        (MAX_COHORT + 1, {}, "<= 10000"),
+        (10, {"lost_share": 1.0}, r"in \[0, 1\)"),
+        (10, {"lost_share": float("nan")}, r"in \[0, 1\)"),
+        (10, {"colluding_share": -0.1}, r"in \[0, 1\)"),
+        (10, {"failure": 0.0}, r"\(0, 1\)"),
+        (10, {"lost_share": 0.5}, "cannot tolerate 5 lost and 0 colluding of 10"),
+        (100, {"lost_share": 0.3, "colluding_share": 0.45}, "cannot tolerate"),
+        (10, {"colluding_share": 0.9}, "at least 11 devices"),
+    ],
+)
+def test_what_cannot_hold_is_refused(devices, changes, message):
+    with pytest.raises(InvalidInput, match=message):
+        choose(devices, **changes)
+
+
+def test_people_read_what_was_chosen():
+    assert choose(1000).text().splitlines() == [
+        (
+            "masking for 1000 devices: every device shares its secrets with neighbours that a hash "
+            "of all keys chooses (572); 337 of 572 shares recover a secret"
+        ),
+        (
+            "the cloud learns a sum only over 52 or more devices, after 526 of them have signed "
+            "the same list"
+        ),
+        (
+            "holds while at most 333 devices are lost and at most 50 collude with the cloud, "
+            "except with probability 1e-06"
+        ),
+    ]
+    assert "with all others (9)" in choose(10).text()
+    assert isinstance(choose(10), MaskingParameters)

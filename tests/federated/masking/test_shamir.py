@@ -1,0 +1,101 @@
+"""Sharing of secrets against Lagrange's formula in fractions, written independently."""
+
+import contextlib
+import math
+import os
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from triplane.proto.errors import Corrupt, InvalidInput
+from triplane.unified_ir.federated.masking.shamir import (
+    PRIME,
+    SHARE_BYTES,
+    join_shares,
+    split_secret,
+)
+
+
+def lagrange_at_zero(points):
+    """f(0) of the polynomial through the points, over the rationals, reduced to the field."""
+    total = Fraction(0)
+    for x, y in points:
+        others = [z for z, _ in points if z != x]
+        total += y * math.prod((Fraction(-z, x - z) for z in others), start=Fraction(1))
+    return total.numerator * pow(total.denominator, -1, PRIME) % PRIME
+
+
+def test_the_modulus_is_the_smallest_prime_above_2_to_the_256():
+    def is_probable_prime(n):
+        odd, twos = n - 1, 0
+        while odd % 2 == 0:
+            odd, twos = odd // 2, twos + 1
+        for base in range(2, 42):
+            x = pow(base, odd, n)
+            if x not in {1, n - 1} and all(pow(x, 2**i, n) != n - 1 for i in range(1, twos)):
+                return False
+        return True
+
+    assert [i for i in range(1, 298) if is_probable_prime(2**256 + i)] == [297]
+    assert PRIME == 2**256 + 297
+
+
+@given(st.binary(min_size=32, max_size=32), st.integers(1, 9), st.data())
+def test_as_many_shares_as_the_threshold_give_the_secret(secret, threshold, data):
+    holders = data.draw(st.lists(st.integers(0, 9999), min_size=9, max_size=9, unique=True))
+    shares = split_secret(secret, threshold, holders)
+    chosen = data.draw(st.permutations(holders))[:threshold]
+    assert join_shares({i: shares[i] for i in chosen}) == secret
+    points = [(i + 1, int.from_bytes(shares[i], "big")) for i in chosen]
+    assert lagrange_at_zero(points) == int.from_bytes(secret, "big")
+
+
+def test_fewer_shares_fit_every_secret():
+    shares = split_secret(bytes(32), 3, range(5))
+    points = [(i + 1, int.from_bytes(shares[i], "big")) for i in range(2)]
+    # Whatever the third share is, some secret belongs to it, so two shares exclude none.
+    secrets = {lagrange_at_zero([*points, (3, y)]) for y in range(50)}
+    assert len(secrets) == 50
+
+
+def test_equal_secrets_have_different_shares():
+    first, second = (split_secret(bytes(32), 2, range(3)) for _ in range(2))
+    assert not set(first.values()) & set(second.values())
+
+
+@pytest.mark.parametrize(
+    ("secret", "threshold", "holders"),
+    [
+        (bytes(31), 1, range(3)),
+        (bytes(33), 1, range(3)),
+        (bytes(32), 4, range(3)),
+        (bytes(32), 0, range(3)),
+        (bytes(32), 1, [1, 1]),
+    ],
+)
+def test_sharing_refuses_what_cannot_be_shared(secret, threshold, holders):
+    with pytest.raises(InvalidInput, match="1 <= threshold <= holders"):
+        split_secret(secret, threshold, holders)
+
+
+@pytest.mark.parametrize(
+    "share", [b"", bytes(32), bytes(34), b"\xff" * 33, PRIME.to_bytes(SHARE_BYTES, "big")]
+)
+def test_shares_outside_of_the_field_are_refused(share):
+    with pytest.raises(InvalidInput, match="below 2\\^256 \\+ 297"):
+        join_shares({0: share})
+
+
+def test_a_result_of_more_than_32_bytes_is_corrupt():
+    with pytest.raises(Corrupt, match="one secret of 32 bytes"):
+        join_shares({0: (2**256).to_bytes(SHARE_BYTES, "big")})
+
+
+def test_a_wrong_share_gives_another_secret():
+    secret = os.urandom(32)
+    shares = split_secret(secret, 2, range(2))
+    shares[0] = shares[0][:-1] + bytes([shares[0][-1] ^ 1])
+    with contextlib.suppress(Corrupt):
+        assert join_shares(shares) != secret
