@@ -21,8 +21,9 @@ from triplane.proto.federation_pb2 import GetRunRequest
 from triplane.proto.plan_statement import Least, PlanPolicy, PlanRule
 from triplane.unified_ir.files.container import Container
 
-LEARNED_RATES: Final = "rate.*"
-"""Pattern of the rates that Meta-SGD learns beside each parameter."""
+OF_ALGORITHMS: Final = ("rate.*", "scaffold.*")
+"""Patterns of what algorithms learn beside each parameter: Meta-SGD rates, SCAFFOLD control
+variates. No model has tensors of such names."""
 STATISTICS: Final = ("running_mean", "running_var")
 """Last parts of the names of batch normalization's statistics, which are averages over batches."""
 PARAMETER: Final = "parameter"
@@ -105,7 +106,7 @@ def _parameters(remote: Remote, reference: str) -> tuple[tuple[str, ...], list[s
     buffers = {tensor.name for tensor in tensors if tensor.role == BUFFER}
     statistics = {name for name in buffers if name.rpartition(".")[2] in STATISTICS}
     names = {tensor.name for tensor in tensors if tensor.role == PARAMETER} | statistics
-    return (*sorted(names), LEARNED_RATES), sorted(buffers - statistics)
+    return (*sorted(names), *OF_ALGORITHMS), sorted(buffers - statistics)
 
 
 def forbid_plans(cloud: Calls, *, model: str, keys: Path) -> tuple[dict[str, Any], str]:
