@@ -13,6 +13,7 @@ from tests.support.plan_signatures import PlanSigner
 
 from triplane.cloud.trust.keys import KeyFolder
 from triplane.cloud.trust.rotating import rotate
+from triplane.cloud.trust.signing import Signer
 from triplane.device.home import DeviceHome, DeviceSettings
 from triplane.device.signed_plans import verified_here
 from triplane.proto import federation_pb2 as pb
@@ -338,3 +339,25 @@ def test_a_failed_link_is_not_reported_as_a_refusal(tmp_path):
         verify = verified_here(home, lambda: channel, by_people=False)
         with pytest.raises(Unavailable):
             verify("ab" * 32)
+
+
+def test_an_update_is_not_sent_again_once_its_plan_is_withdrawn(tmp_path):
+    """The device was killed before the cloud had settled the update, which is on its disk."""
+
+    async def story():
+        async with staged(tmp_path / "stage") as stage:
+            task = stage.task(learn=pb.Learn(compression="int8"))
+            async with serving(client_at(stage, tmp_path / "ann", SHARD)):
+                await stage.offer()
+                stage.tell(task)
+                first = await stage.contribution(lease(1))
+            stage.heard.clear()
+            Signer(stage.signer.repository, stage.signer.keys, "plans").sign(None, {})
+            async with serving(client_at(stage, tmp_path / "ann", SHARD)):
+                await stage.offer()
+                stage.tell(task)
+                return first, await stage.contribution(lease(1))
+
+    first, again = within(story())
+    assert first.WhichOneof("outcome") == "update"
+    assert "is not listed" in again.declined
