@@ -35,8 +35,9 @@ def versions_after(folder, leads, *, every_s=OVERTAKE_EVERY_S):
 
     async def story():
         tasks = BackgroundTasks()
-        others: Any = None, Records()
-        upkeep = MetadataUpkeep(repository, *others, tasks, clock)
+        registry: Any = None
+        database: Any = Records()
+        upkeep = MetadataUpkeep(repository, registry, database, tasks, clock)
         for lead in leads:
             clock.now_s += every_s
             seen = {"timestamp": repository.versions()["timestamp"] + lead}
