@@ -45,13 +45,14 @@ class Spec(_message.Message):
     RELEASE_FIELD_NUMBER: _builtins.int
     ALIAS_FIELD_NUMBER: _builtins.int
     FLOWER_FIELD_NUMBER: _builtins.int
+    ROBUSTNESS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The version to begin from, "digits@3"; an alias is resolved when the run starts."""
     population: _builtins.str
     """Devices that offer themselves for it."""
     algorithm: _builtins.str
-    """A row of the algorithm table: "fedavg", "fedprox", "fedadam", "maml", "fomaml", "meta-sgd",
-    "reptile". With `flower` it determines the work of devices, and the strategy everything else.
+    """A row of the algorithm table: "fedavg", "fedprox", "fedadam", "fedavgm", "scaffold", "maml",
+    "fomaml", "meta-sgd", "reptile". With `flower` it determines the work of devices, and the strategy everything else.
     """
     rounds: _builtins.int
     evaluate_every: _builtins.int
@@ -81,6 +82,10 @@ class Spec(_message.Message):
     def flower(self) -> Global___Flower:
         """A strategy of Flower in place of the algorithm's own mean and optimizer."""
 
+    @_builtins.property
+    def robustness(self) -> Global___Robustness:
+        """What limits devices; absent in runs of earlier releases, which had no limits."""
+
     def __init__(
         self,
         *,
@@ -99,14 +104,79 @@ class Spec(_message.Message):
         release: _builtins.str = ...,
         alias: _builtins.str = ...,
         flower: Global___Flower | None = ...,
+        robustness: Global___Robustness | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cohort", b"cohort", "flower", b"flower", "hyperparameters", b"hyperparameters", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cohort", b"cohort", "flower", b"flower", "hyperparameters", b"hyperparameters", "robustness", b"robustness", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "alias", b"alias", "cohort", b"cohort", "compression", b"compression", "evaluate_every", b"evaluate_every", "flower", b"flower", "hyperparameters", b"hyperparameters", "keep", b"keep", "model", b"model", "population", b"population", "privacy", b"privacy", "release", b"release", "rounds", b"rounds", "sampling", b"sampling", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "alias", b"alias", "cohort", b"cohort", "compression", b"compression", "evaluate_every", b"evaluate_every", "flower", b"flower", "hyperparameters", b"hyperparameters", "keep", b"keep", "model", b"model", "population", b"population", "privacy", b"privacy", "release", b"release", "robustness", b"robustness", "rounds", b"rounds", "sampling", b"sampling", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Spec: _TypeAlias = Spec  # noqa: Y015
+
+@_typing.final
+class Robustness(_message.Message):
+    """What limits how much one device can change in a round."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class NumbersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NORM_BOUND_FIELD_NUMBER: _builtins.int
+    MAX_EXAMPLES_FIELD_NUMBER: _builtins.int
+    AGGREGATOR_FIELD_NUMBER: _builtins.int
+    NUMBERS_FIELD_NUMBER: _builtins.int
+    RETURNS_FIELD_NUMBER: _builtins.int
+    norm_bound: _builtins.str
+    """"adaptive", "off", or the largest norm of a change of parameters as a number above 0."""
+    max_examples: _builtins.int
+    """Largest weight of an update, in examples; 0: three times the round's lower median."""
+    aggregator: _builtins.str
+    """A row of the aggregator table: "mean", "median", "trimmed-mean", "krum", "multi-krum",
+    "centred-clip", or "bucketing+" and one of those but the mean.
+    """
+    returns: _builtins.int
+    """How often the run may return from a spoilt state to its last good one."""
+    @_builtins.property
+    def numbers(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """The numbers that its row declares, by name."""
+
+    def __init__(
+        self,
+        *,
+        norm_bound: _builtins.str = ...,
+        max_examples: _builtins.int = ...,
+        aggregator: _builtins.str = ...,
+        numbers: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        returns: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_returns", b"_returns", "returns", b"returns"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_returns", b"_returns", "aggregator", b"aggregator", "max_examples", b"max_examples", "norm_bound", b"norm_bound", "numbers", b"numbers", "returns", b"returns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__returns: _TypeAlias = _typing.Literal["returns"]  # noqa: Y015
+    _WhichOneofArgType__returns: _TypeAlias = _typing.Literal["_returns", b"_returns"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__returns) -> _WhichOneofReturnType__returns | None: ...
+
+Global___Robustness: _TypeAlias = Robustness  # noqa: Y015
 
 @_typing.final
 class Flower(_message.Message):
@@ -515,6 +585,8 @@ class Round(_message.Message):
     BEFORE_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
     GIVEN_UP_FIELD_NUMBER: _builtins.int
+    SCALED_FIELD_NUMBER: _builtins.int
+    RETURNED_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     evaluates: _builtins.bool
     opened_s: _builtins.float
@@ -531,6 +603,10 @@ class Round(_message.Message):
     bytes_up: _builtins.int
     given_up: _builtins.str
     """"" if it counted, else why it was abandoned."""
+    scaled: _builtins.int
+    """Updates that were scaled to the norm bound."""
+    returned: _builtins.str
+    """"" or why the run returned to its last good state instead of reducing the round."""
     @_builtins.property
     def before(self) -> Global___Spread:
         """Of an evaluating round: over devices."""
@@ -555,10 +631,12 @@ class Round(_message.Message):
         before: Global___Spread | None = ...,
         after: Global___Spread | None = ...,
         given_up: _builtins.str = ...,
+        scaled: _builtins.int = ...,
+        returned: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "before", b"before"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "asked", b"asked", "before", b"before", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "closed_s", b"closed_s", "counted", b"counted", "evaluates", b"evaluates", "given_up", b"given_up", "late", b"late", "loss", b"loss", "lost", b"lost", "number", b"number", "opened_s", b"opened_s", "refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "asked", b"asked", "before", b"before", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "closed_s", b"closed_s", "counted", b"counted", "evaluates", b"evaluates", "given_up", b"given_up", "late", b"late", "loss", b"loss", "lost", b"lost", "number", b"number", "opened_s", b"opened_s", "refused", b"refused", "returned", b"returned", "scaled", b"scaled"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -194,10 +194,11 @@ def _spec(
     strategy_options: list[tuple[str, str]],
     app: bool,
     hyper: dict[str, float],
+    robustness: dict[str, Any],
     **options: Any,
 ) -> Spec:
     """Return the request's spec; the cloud fills in what is left unset."""
-    from triplane.proto.federation_pb2 import Cohort, Flower, Option, Sampling, Spec
+    from triplane.proto.federation_pb2 import Cohort, Flower, Option, Robustness, Sampling, Spec
     from triplane.proto.hyperparameters import set_values
 
     # Checked here, because without a strategy the request has no field that could carry them.
@@ -209,6 +210,8 @@ def _spec(
         cohort=Cohort(**{name: options.pop(name) for name in _COHORT}),
         sampling=Sampling(**{name: options.pop(name) for name in _SAMPLING}),
         flower=flower,
+        # Absent if nothing was set: a strategy of Flower does without, and others have defaults.
+        robustness=Robustness(**robustness) if robustness else None,
         **options,
     )
     set_values(spec.hyperparameters, hyper)

@@ -31,6 +31,7 @@ MOST_REASON_CHARS: Final = 300
 MOST_LOSS: Final = 1e6
 """Larger numbers are printed with an exponent."""
 LINES_AROUND: Final = 14
+OFF: Final = "off"
 # fmt: off
 STYLES: Final = {
     "done":       "bold green",
@@ -59,6 +60,8 @@ def headline(run: Run) -> str:
     parts = [f"{means(run)} on {spec.model} with {spec.population}: {phase}"]
     if phase not in {"preparing", *OVER}:
         parts.append(f"round {min(run.round, spec.rounds)} of {spec.rounds}")
+    if spec.robustness.norm_bound == OFF:
+        parts.append("no norm bound: one device can replace the model")
     if run.members:
         connected = sum(member.connected for member in run.members)
         devices = "device" if len(run.members) == 1 else "devices"
@@ -96,8 +99,15 @@ def round_row(round_: Round, metric: Metric = ACCURACY) -> tuple[str, ...]:
         took,
         size(round_.bytes_up) if round_.bytes_up else "",
         size(round_.bytes_down) if round_.bytes_down else "",
-        round_.given_up or scores(round_, metric),
+        round_.returned or round_.given_up or scores(round_, metric) or scaled_text(round_),
     )
+
+
+def scaled_text(round_: Round) -> str:
+    """Return "2 updates scaled", or nothing."""
+    if not round_.scaled:
+        return ""
+    return f"{round_.scaled} update{'s' if round_.scaled > 1 else ''} scaled"
 
 
 def loss_text(loss: float) -> str:
@@ -295,7 +305,9 @@ def draw_in(run: Run, lines: int, _seconds: float) -> RenderableType:
 def draw(run: Run, *, room: int, now_s: float) -> RenderableType:
     """Draw the headline, bars of the run and its current round, and at most `room` rounds."""
     title = Text(headline(run), STYLES.get(phase_of(run), "bold"))
-    done = sum(1 for r in run.rounds if r.closed_s and not r.evaluates and not r.given_up)
+    done = sum(
+        1 for r in run.rounds if r.closed_s and not (r.evaluates or r.given_up or r.returned)
+    )
     lines = [title, Text("  rounds   ") + bar(done, run.spec.rounds)]
     if run.rounds and not run.rounds[-1].closed_s:
         newest = run.rounds[-1]
@@ -305,7 +317,10 @@ def draw(run: Run, *, room: int, now_s: float) -> RenderableType:
         lines.append(devices.append(f", {left_s:.0f} s to the deadline", "dim"))
     closed = [r for r in run.rounds if r.closed_s]
     rows = (
-        ([shown(cell) for cell in round_row(r, metric_of_run(run))], "red" if r.given_up else "")
+        (
+            [shown(cell) for cell in round_row(r, metric_of_run(run))],
+            "red" if r.given_up or r.returned else "",
+        )
         for r in closed[-room:]
     )
     reasons = (Text(line, "red") for line in (*drop_reasons(None, run), *refusals(run)))

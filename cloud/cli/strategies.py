@@ -82,6 +82,11 @@ def simulate(
     *, strategy: str, strategy_options: list[tuple[str, str]], home: Path, **options: Any
 ) -> None:
     """Compare federated algorithms on simulated devices, or one strategy over several of them."""
+    if strategy and options["robustness"].keys() & {"aggregator", "numbers", "returns"}:
+        raise click.UsageError(
+            "--aggregator, its numbers and --returns are of the mean that a strategy replaces; "
+            "leave them or --strategy out"
+        )
     if strategy:
         _with_strategy(options, strategy, dict(strategy_options), home)
     elif strategy_options or options.pop("quorum") is not None:

@@ -21,17 +21,12 @@ from functools import cache
 from typing import Any, Final, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from triplane.proto.errors import Corrupt
+from triplane.unified_ir.federated.core.run import OMIT_DEFAULT
 
 T = TypeVar("T")
 Read = Callable[[Any], Any]
 
 MAX_SHOWN_CHARS: Final = 80
-OMIT_DEFAULT: Final = "omit_default"
-"""Metadata of a field that is only stored with another value than its default.
-
-Such a field can be added without a change of what is stored already, which an earlier release can
-read only without it.
-"""
 
 
 def to_json(value: Any) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import sqlalchemy as sa
 
-from triplane.cloud.federation.coding import OMIT_DEFAULT, from_json, to_json
+from triplane.cloud.federation.coding import from_json, to_json
 from triplane.cloud.federation.run_projection import RunProjection, follow
 from triplane.cloud.federation.spec import count_of, least_updates
 from triplane.cloud.federation.tables import EVENTS, RUNS, SMALL, SMALL_STATES
@@ -23,7 +23,7 @@ from triplane.proto.errors import Conflict, Corrupt
 from triplane.proto.messages import value_from
 from triplane.unified_ir.federated.core import run as core
 from triplane.unified_ir.federated.core.metric import ACCURACY
-from triplane.unified_ir.federated.core.run import Event
+from triplane.unified_ir.federated.core.run import ADDED, Event
 
 KINDS: Final[Mapping[str, type[Event]]] = {
     "Joined": core.Joined,
@@ -63,7 +63,7 @@ class Prepared:
     server: str
     since_s: float
     rules: int = core.RULES_OF_OLD
-    metric: str = field(default=ACCURACY.name, metadata={OMIT_DEFAULT: True})
+    metric: str = field(default=ACCURACY.name, metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,11 +224,19 @@ def delete_small_updates(connection: sa.Connection, run: str) -> None:
     connection.execute(SMALL.delete().where(SMALL.c.run == run))
 
 
-def save_small_states(connection: sa.Connection, run: str, states: Mapping[str, bytes]) -> None:
-    """Write a run's newest small states in place of those before; see `tables.SMALL_STATES`."""
+def save_small_states(
+    connection: sa.Connection, run: str, states: Mapping[str, bytes], *, kept: str = ""
+) -> None:
+    """Write a run's newest small states in place of those before; see `tables.SMALL_STATES`.
+
+    kept: an earlier state, in hexadecimal, that stays.
+    """
     # Older states are not needed any more, except the first one, whose file was synced.
-    connection.execute(SMALL_STATES.delete().where(SMALL_STATES.c.run == run))
-    rows = [{"run": run, "sha256": bytes.fromhex(k), "data": v} for k, v in states.items()]
+    mine, stays = SMALL_STATES.c.run == run, SMALL_STATES.c.sha256 == bytes.fromhex(kept)
+    connection.execute(SMALL_STATES.delete().where(mine, sa.not_(stays)))
+    rows = [
+        {"run": run, "sha256": bytes.fromhex(k), "data": v} for k, v in states.items() if k != kept
+    ]
     if rows:
         connection.execute(SMALL_STATES.insert(), rows)
 
@@ -291,6 +299,7 @@ def plan_of(spec: pb.Spec) -> core.RunPlan:
         evaluate_every=spec.evaluate_every,
         seed=spec.seed,
         needs_scores=not spec.flower.app,
+        returns=spec.robustness.returns,
     )
 
 
@@ -313,6 +322,7 @@ def referenced(connection: sa.Connection) -> set[bytes]:
             blobs |= {bytes.fromhex(record.prepared.plan), bytes.fromhex(record.prepared.state)}
         if projection is not None:
             blobs.add(bytes.fromhex(projection.state.shared))
+            blobs.add(bytes.fromhex(projection.state.good))
         # Messages of the open round are read by devices; those of ended runs are not needed.
         if row.live and record.spec.HasField("flower"):
             asked = last_asked(connection, record.id)

@@ -307,6 +307,10 @@ class LiveRun:
         state, effects = self.projection.state, batch.effects
         if (state.phase, state.turn) != (before.state.phase, before.state.turn):
             logger.info("run state", extra=self._facts(phase=state.phase.value, turn=state.turn[0]))
+        for ended in state.history[len(before.state.history) :]:
+            if ended.returned:
+                facts = self._facts(round=ended.number, reason=ended.returned)
+                logger.warning("run returned to its last good state", extra=facts)
         for effect in effects:
             if isinstance(effect, Judged):
                 work = self._worker.judged(self.record, self.projection, effect)

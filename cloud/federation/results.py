@@ -24,7 +24,7 @@ from triplane.cloud.federation.children import Children
 from triplane.cloud.federation.journal import Prepared, RunRecord
 from triplane.cloud.federation.live import MakeEvent, Write
 from triplane.cloud.federation.run_projection import RunProjection, turn_of
-from triplane.cloud.federation.spec import hyper_of
+from triplane.cloud.federation.spec import hyper_of, robustness_of
 from triplane.cloud.federation.update_store import UpdateStore
 from triplane.cloud.registry.collecting import claim
 from triplane.cloud.registry.registry import Registry
@@ -34,7 +34,7 @@ from triplane.proto import federation_pb2 as pb
 from triplane.proto.blobs import BlobFolder, digest_of
 from triplane.proto.disk import refusal
 from triplane.proto.errors import Corrupt, TriplaneError
-from triplane.unified_ir.federated.core.draws import Array
+from triplane.unified_ir.federated.core.draws import Array, Draws
 from triplane.unified_ir.federated.core.files import (
     INLINE_BYTES,
     encode_state,
@@ -43,7 +43,7 @@ from triplane.unified_ir.federated.core.files import (
     write_state,
 )
 from triplane.unified_ir.federated.core.learn import buffers
-from triplane.unified_ir.federated.core.reduce import reduce
+from triplane.unified_ir.federated.core.limits import RoundUpdate
 from triplane.unified_ir.federated.core.run import (
     NEWEST_RULES,
     Finished,
@@ -142,35 +142,38 @@ class Results:
         self, record: RunRecord, projection: RunProjection, order: Reduce
     ) -> tuple[MakeEvent, Write | None]:
         """See `live.Worker`."""
-        shared = projection.state.shared
         known: set[bytes] = set()
         small: dict[str, bytes] = {}
-        state, slots = await asyncio.to_thread(self._reduce, record, shared, order, known, small)
+        state, slots, scaled = await asyncio.to_thread(
+            self._reduce, record, projection.state, order, known, small
+        )
         await claim(self._db, self._blobs, known)
 
-        def write(connection: sa.Connection, _: RunProjection) -> None:
-            journal.save_small_states(connection, record.id, small)
+        def write(connection: sa.Connection, after: RunProjection) -> None:
+            journal.save_small_states(connection, record.id, small, kept=after.state.good)
             if slots != record.slots.hex():
                 journal.change(connection, record.id, slots=bytes.fromhex(slots))
 
-        return reduced_event(order, state), write
+        return reduced_event(order, state, scaled), write
 
     def _reduce(
         self,
         record: RunRecord,
-        shared: str,
+        before: RunState,
         order: Reduce,
         known: set[bytes],
         small: dict[str, bytes],
-    ) -> tuple[str, str]:
-        """Return the digests of the next state and of the optimizer's state.
+    ) -> tuple[str, str, int]:
+        """Return the digests of the next state and of the optimizer's, and the scaled updates.
 
         Adds to `known` the blobs that existed before, and to `small` the bytes to write as rows.
         """
-        prepared = record.prepared
+        prepared, spec, at_hand = record.prepared, record.spec, before.round
         assert prepared is not None
-        state = self._read(bytes.fromhex(shared), prepared)
-        slots: dict[str, Array] = self._read(record.slots, prepared) if record.slots else {}
+        assert at_hand is not None
+        state = self._read(bytes.fromhex(before.shared), prepared)
+        remembered = record.slots and not before.fresh_optimizer
+        slots: dict[str, Array] = self._read(record.slots, prepared) if remembered else {}
         like = like_of(state)
 
         def opened(lease: Lease) -> dict[str, Array]:
@@ -178,27 +181,29 @@ class Results:
             return self._updates.opened(record, lease.id, lease.update, like)
 
         updates = [
-            (lease.update.examples, partial(opened, lease))
+            RoundUpdate(lease.update.examples, partial(opened, lease), lease.update.norms)
             for lease in order.leases
             if lease.update is not None
         ]
-        from triplane.unified_ir.federated.algorithms import algorithm  # the graphs come with it
+        # The graphs come with them.
+        from triplane.unified_ir.federated.algorithms import algorithm
+        from triplane.unified_ir.federated.algorithms.aggregators import reduce_round
 
-        after, slots = reduce(
-            state,
-            slots,
-            updates,
-            weighting=prepared.weighting,
-            server=algorithm(record.spec.algorithm).server,
-            hyper=hyper_of(record.spec),
-            buffers=buffers(prepared.roles),
-        )
+        row, hyper = algorithm(spec.algorithm), hyper_of(spec)
+        done = reduce_round(
+            state, slots, updates, robustness=robustness_of(spec),
+            draws=Draws(spec.seed, order.number, "", "buckets"),
+            weighting=prepared.weighting, server=row.server, hyper=hyper,
+            buffers=frozenset(buffers(prepared.roles)),
+            shares=row.shares(hyper, like, updates=len(updates), members=at_hand.population),
+        )  # fmt: skip
         roles = dict(prepared.roles)
-        name = self._write(after, roles, prepared.plan_digest, known, small)
-        if not slots:
-            return name, ""
-        slot_roles = dict.fromkeys(slots, BUFFER)
-        return name, self._write(slots, slot_roles, prepared.plan_digest, known, small)
+        name = self._write(done.state, roles, prepared.plan_digest, known, small)
+        if not done.slots:
+            return name, "", done.scaled
+        slot_roles = dict.fromkeys(done.slots, BUFFER)
+        kept = self._write(done.slots, slot_roles, prepared.plan_digest, known, small)
+        return name, kept, done.scaled
 
     def _read(self, sha256: bytes, prepared: Prepared) -> dict[str, Array]:
         path = self._blobs.find(sha256)
@@ -291,7 +296,8 @@ class Results:
         if closed is None or turn_of(closed) == turn_of(after.state.round):
             return
         updates = self._updates.forget(closed.leases)
-        stale = {before.state.shared, old.slots.hex()} - {after.state.shared, new.slots.hex(), ""}
+        needed = {after.state.shared, after.state.good, new.slots.hex(), ""}
+        stale = {before.state.shared, before.state.good, old.slots.hex()} - needed
         if new.prepared is None or self._shares_plan(new):
             stale = set()  # another run may be at the same bytes
         else:
@@ -312,13 +318,16 @@ def _finished(now: RunState, at_s: float) -> Finished | None:
     return Finished(at_s=at_s) if now.phase is Phase.FINISHING else None
 
 
-def reduced_event(order: Reduce, shared: str) -> MakeEvent:
-    """Return the event of a round's next state, unless the run has left that round."""
+def reduced_event(order: Reduce, shared: str, scaled: int = 0) -> MakeEvent:
+    """Return the event of a round's next state, unless the run has left that round.
+
+    scaled: updates that were above the norm bound.
+    """
 
     def make(now: RunState, at_s: float) -> Reduced | None:
         if now.phase is not Phase.REDUCING or now.turn[0] != order.number:
             return None
-        return Reduced(at_s=at_s, number=order.number, shared=shared)
+        return Reduced(at_s=at_s, number=order.number, shared=shared, scaled=scaled)
 
     return make
 

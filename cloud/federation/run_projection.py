@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, overload
 
-from triplane.cloud.federation.coding import OMIT_DEFAULT
 from triplane.unified_ir.federated.core.metric import ACCURACY, Metric, metric_named
 from triplane.unified_ir.federated.core.rules import step
 from triplane.unified_ir.federated.core.run import (
+    ADDED,
     Asked,
     Effects,
     Ended,
@@ -60,7 +60,7 @@ class RunProjection:
     at_s: float = 0.0
     spreads: Mapping[str, Spreads] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
-    metric: str = field(default=ACCURACY.name, metadata={OMIT_DEFAULT: True})
+    metric: str = field(default=ACCURACY.name, metadata=ADDED)
 
 
 def follow(projection: RunProjection, event: Event) -> tuple[RunProjection, Effects]:

@@ -16,9 +16,12 @@ from triplane.proto.hyperparameters import FIELDS, set_values, values_of
 from triplane.unified_ir.federated.core import defaults
 from triplane.unified_ir.federated.core.compress import row_of
 from triplane.unified_ir.federated.core.learn import MAX_STEPS
+from triplane.unified_ir.federated.core.limits import ADAPTIVE
+from triplane.unified_ir.federated.core.spoilt import MAX_RETURNS
 
 if TYPE_CHECKING:
     from triplane.unified_ir.federated.algorithms import Hyper
+    from triplane.unified_ir.federated.algorithms.aggregators import Robustness
 
 MAX_ROUNDS: Final = 1_000_000
 MAX_DEVICES: Final = 10_000
@@ -51,6 +54,7 @@ def with_defaults(asked: pb.Spec) -> pb.Spec:
     _count("evaluate_every", spec.evaluate_every, MAX_ROUNDS, least=0)
     _count("seed", spec.seed, MAX_SEED, least=0)
     _fill_compression(spec)
+    _fill_robustness(spec)
     if spec.alias:
         check_alias(spec.alias)
     return spec
@@ -76,6 +80,25 @@ def hyper_of(spec: pb.Spec) -> Hyper:
     from triplane.unified_ir.federated.algorithms import defaults
 
     return defaults(spec.algorithm).but(**values_of(spec.hyperparameters))
+
+
+def robustness_of(spec: pb.Spec) -> Robustness:
+    """Return the limits of a run; none for a run that began under a release without limits.
+
+    InvalidInput: one of them is not valid.
+    """
+    from triplane.unified_ir.federated.algorithms.aggregators import MEAN, UNLIMITED, Robustness
+
+    if not spec.HasField("robustness"):
+        return UNLIMITED
+    limits = spec.robustness
+    return Robustness(
+        norm_bound=limits.norm_bound or ADAPTIVE,
+        max_examples=limits.max_examples,
+        aggregator=limits.aggregator or MEAN,
+        numbers=dict(limits.numbers),
+        returns=limits.returns if limits.HasField("returns") else MAX_RETURNS,
+    )
 
 
 def _refuse_unbuilt(spec: pb.Spec) -> None:
@@ -130,6 +153,23 @@ def _fill_compression(spec: pb.Spec) -> None:
         raise InvalidInput(f"keep needs the compression top-k, got {spec.compression!r}")
     if spec.compression == "top-k":
         spec.keep = _share("keep", spec.keep or defaults.KEEP, most=1.0)
+
+
+def _fill_robustness(spec: pb.Spec) -> None:
+    asked, has_strategy = spec.robustness, spec.HasField("flower")
+    if has_strategy and (asked.aggregator not in {"", "mean"} or asked.returns):
+        raise InvalidInput(
+            "an aggregator and returns are of the cloud's own mean, which the strategy "
+            f"{spec.flower.strategy[:40]!r} replaces; leave them or the strategy out"
+        )
+    asked.SetInParent()
+    if has_strategy:
+        asked.returns = 0  # a strategy has a memory of its own, which would stay
+    limits = robustness_of(spec)
+    limits.check_count(least_updates(spec.cohort.devices, spec.cohort.quorum))
+    spec.robustness.norm_bound, spec.robustness.aggregator = limits.norm_bound, limits.aggregator
+    spec.robustness.numbers.update(limits.all_numbers)
+    spec.robustness.returns = limits.returns
 
 
 def _count(name: str, value: int, most: int, *, least: int = 1) -> int:

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -35,6 +35,7 @@ from triplane.unified_ir.federated.core.files import (
 )
 from triplane.unified_ir.federated.core.files import KINDS as BAD_UPDATES
 from triplane.unified_ir.federated.core.learn import buffers
+from triplane.unified_ir.federated.core.limits import Norms, norms_of
 from triplane.unified_ir.federated.core.metric import Metric, metric_named
 from triplane.unified_ir.federated.core.rules import open_lease
 from triplane.unified_ir.federated.core.run import (
@@ -174,14 +175,15 @@ class UpdateStore:
         try:
             _check_figures(run.projection.state, device, message)
             blob = message.blob
-            update = value_from(Update, message, blob=blob.sha256.hex(), size=blob.size)
+            update = value_from(Update, message, blob=blob.sha256.hex(), size=blob.size, norms=None)
             spec = await self.update_spec(run)
             if message.inline:
                 _check_inline(run, message)
                 # In the event loop: a thread would cost more than parsing at most 64 KiB.
-                change = self._read(run, lease, update, spec, message.inline)
+                change, norms = self._read(run, lease, update, spec, message.inline)
             else:
-                change = await asyncio.to_thread(self._read, run, lease, update, spec)
+                change, norms = await asyncio.to_thread(self._read, run, lease, update, spec)
+            update = replace(update, norms=norms)
             self._remember(update, change, len(message.inline))
         except (Refusal, BadUpdate) as refusal:
             return refusal_event(device, lease, refusal.kind, str(refusal))
@@ -242,8 +244,11 @@ class UpdateStore:
 
     def _read(
         self, run: LiveRun, lease: str, update: Update, spec: UpdateSpec, data: bytes | None = None
-    ) -> dict[str, Array]:
-        """Return the change in an update that was just announced. BadUpdate, Refusal."""
+    ) -> tuple[dict[str, Array], Norms | None]:
+        """Return the change in an update that was just announced, and its norms if they count.
+
+        BadUpdate, Refusal.
+        """
         sha256 = bytes.fromhex(update.blob)
         path = self.folder.path(sha256)
         if data is None:
@@ -251,7 +256,8 @@ class UpdateStore:
         at_hand = run.projection.state.round
         assert at_hand is not None
         assert run.record.prepared is not None
-        return read_update(
+        own_buffers = frozenset(buffers(run.record.prepared.roles))
+        change = read_update(
             path,
             spec.like,
             run=run.record.id,
@@ -259,10 +265,16 @@ class UpdateStore:
             max_bytes=spec.most_bytes,
             round=at_hand.number,
             compression=run.record.spec.compression,
-            buffers=buffers(run.record.prepared.roles),
+            buffers=own_buffers,
             data=data,
             verified=True,  # the folder's names are digests of whole files, and so is `data`'s
         )
+        if not run.record.spec.HasField("robustness"):
+            return change, None
+        norms = norms_of(change, own_buffers)
+        if not all(map(math.isfinite, norms)):
+            raise BadUpdate("nonfinite", "the norm of the update is beyond float64")
+        return change, norms
 
     def _announced_file(self, sha256: bytes, size: int) -> Path:
         """Return the file of a contribution that was just announced. Raises Refusal."""

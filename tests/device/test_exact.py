@@ -16,6 +16,7 @@ from triplane.unified_ir.federated.core.compress import Compressor
 from triplane.unified_ir.federated.core.draws import Draws
 from triplane.unified_ir.federated.core.learn import Work, learn
 from triplane.unified_ir.federated.core.reduce import reduce
+from triplane.unified_ir.federated.study import Study, simulate
 from triplane.unified_ir.runtime import Plan
 
 pytestmark = pytest.mark.slow
@@ -89,3 +90,26 @@ def test_rounds_over_grpc_equal_rounds_in_one_process(tmp_path, name, compressio
     )
     found = {n: t.array.tobytes() for n, t in over.state.items()}
     assert found == {n: t.array.tobytes() for n, t in alone.state.items()}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stated", [0, 6])
+def test_scaffold_over_grpc_ends_as_its_study_with_variates_that_stay_on_devices(tmp_path, stated):
+    request = given.start_request(
+        model="tiny@1", algorithm="scaffold", rounds=ROUNDS, cohort={"devices": 3},
+        hyperparameters=pb.Hyperparameters(lr=0.3, other={"population_size": stated}),
+    )  # fmt: skip
+    over = within(over_the_wire(tmp_path, request), 120)
+    spec = with_defaults(request.spec)
+    (tmp_path / "source.tpm").write_bytes(given.model_bytes(tmp_path))
+    module, _ = read_model(tmp_path / "source.tpm")
+    s, hyper = spec.sampling, hyper_of(spec)
+    options = Study(
+        algorithm="scaffold", hyper=hyper, rounds=ROUNDS, seed=spec.seed, steps=s.steps,
+        batch_size=s.batch_size, support=s.support, query=s.query,
+    )  # fmt: skip
+    trial = simulate(module, {n: given.shard(k) for k, n in enumerate(NAMES)}, options)
+    alone = module_of(module, "scaffold", hyper, trial.state)
+    assert {n: t.array.tobytes() for n, t in over.state.items()} == {
+        n: t.array.tobytes() for n, t in alone.state.items()
+    }

@@ -7,12 +7,13 @@ options of a command are needed, and not when the command is defined.
 from __future__ import annotations
 
 import copy
-import math
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from triplane.proto.errors import InvalidInput, TriplaneError
+from triplane.unified_ir.cli.number_options import flag, number_option
+from triplane.unified_ir.cli.robustness import KEY, limit_options, limits_set
 
 if TYPE_CHECKING:
     from triplane.unified_ir.federated.algorithms.hyper import Hyperparameter
@@ -32,6 +33,8 @@ AFTER: Final = "query"
 
 class AlgorithmCommand(click.Command):
     """A command with an option per hyperparameter; those that were set are passed to it as `hyper`.
+
+    It also has the options that limit devices; those that were set are its parameter `robustness`.
 
     zero_is_unset: refuse 0 in a field of the wire that would make it the default. from_files:
     `--algorithm FILE.py:NAME` registers an algorithm of a file while the command runs, so that its
@@ -70,6 +73,7 @@ class AlgorithmCommand(click.Command):
         # Unset ones are left out, since their default depends on the algorithm.
         values = {name: ctx.params.pop(name, None) for name in hyperparameters()}
         ctx.params["hyper"] = {name: v for name, v in values.items() if v is not None}
+        ctx.params[KEY] = limits_set(ctx.params)
         return rest
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -88,6 +92,8 @@ class AlgorithmCommand(click.Command):
     def _params(self, own: list[click.Parameter]) -> list[click.Parameter]:
         from triplane.unified_ir.federated.algorithms.table import ALGORITHMS, hyperparameters
 
+        limits = limit_options()
+        own = [*own, *limits]
         taken = {name for param in own for name in (param.name, *param.opts)}
         for name in hyperparameters():
             if not taken.isdisjoint({name, flag(name)}):
@@ -95,26 +101,14 @@ class AlgorithmCommand(click.Command):
                     f"the hyperparameter {name!r} has the name of an option of this command; "
                     "choose another name"
                 )
-        params = [_with_names(param, ", ".join(ALGORITHMS)) for param in own]
+        params = [_with_names(param, ", ".join(ALGORITHMS)) for param in own[: -len(limits)]]
         at = 1 + next(i for i, param in enumerate(params) if param.name == AFTER)
-        params[at:at] = [self._option(row) for row in hyperparameters().values()]
+        params[at:at] = [*map(self._option, hyperparameters().values()), *limits]
         return params
 
     def _option(self, row: Hyperparameter) -> click.Option:
-        rule, is_whole = row.rule, isinstance(row.default, int)
-        low_open = rule.low_open or (rule.low == 0 and self._unset_by_zero(row.name))
-        bounds: Any = click.IntRange if is_whole else click.FloatRange
-        return click.Option(
-            [flag(row.name), row.name],
-            type=bounds(
-                rule.low,
-                None if math.isinf(rule.high) else rule.high,
-                min_open=low_open,
-                max_open=rule.high_open,
-            ),
-            metavar="N" if is_whole else "NUMBER",
-            help=f"{row.help}  [default: {_defaults(row)}]",
-        )
+        low_open = row.rule.low_open or (row.rule.low == 0 and self._unset_by_zero(row.name))
+        return number_option(row, _defaults(row), low_open=low_open)
 
     def _unset_by_zero(self, name: str) -> bool:
         from triplane.proto.hyperparameters import FIELDS
@@ -137,9 +131,9 @@ def _register(ctx: click.Context, args: list[str]) -> dict[str, str]:
 
     names: dict[str, str] = {}
     bases: dict[str, str] = {}
-    for flag, value in zip(args, [*args[1:], ""], strict=True):
-        spec = value if flag == ALGORITHM else flag.removeprefix(f"{ALGORITHM}=")
-        if flag.startswith(ALGORITHM) and IN_FILE in spec:
+    for option, value in zip(args, [*args[1:], ""], strict=True):
+        spec = value if option == ALGORITHM else option.removeprefix(f"{ALGORITHM}=")
+        if option.startswith(ALGORITHM) and IN_FILE in spec:
             file, _, name = spec.rpartition(":")
             name, plus, server = name.partition("+")
             base = f"{file}:{name}"
@@ -150,11 +144,6 @@ def _register(ctx: click.Context, args: list[str]) -> dict[str, str]:
                 bases[base] = row.name
             names[spec] = f"{bases[base]}{plus}{server}"
     return names
-
-
-def flag(name: str) -> str:
-    """Return the option of a parameter: "--meta-lr" of "meta_lr"."""
-    return f"--{name.replace('_', '-')}"
 
 
 def _with_names(param: click.Parameter, names: str) -> click.Parameter:

@@ -12,7 +12,9 @@ from click.core import ParameterSource
 
 from triplane.proto.errors import InvalidInput, Unavailable
 from triplane.unified_ir.cli import data_options
-from triplane.unified_ir.cli.algorithms import FILES, AlgorithmCommand, flag
+from triplane.unified_ir.cli.algorithms import FILES, AlgorithmCommand
+from triplane.unified_ir.cli.number_options import flag, parse_seeds
+from triplane.unified_ir.cli.robustness import limit_facts, round_lines
 from triplane.unified_ir.cli.shell import (
     COUNT,
     EXIT_CODES,
@@ -57,7 +59,7 @@ Examples:
       --split split --algorithm fedavg --algorithm maml --rounds 200 --devices 10 \\
       --rate 0.01 --rate 0.1 --folder study --out study.html
   triplane federate simulate digits.tpm --data digits --partition labels --seeds 3 \\
-      --algorithm fedavg --algorithm mine.py:FedAvgM --momentum 0.8 --out-csv scores.csv
+      --algorithm fedavg --algorithm mine.py:FedNag --momentum 0.8 --out-csv scores.csv
 
 \b
 MODEL.tpm needs the entry `loss` (`triplane train` exports it); all algorithms start from its
@@ -104,28 +106,6 @@ DIVERGING_RATIO: Final = 10
 ALL = "all"
 OUTPUTS: Final = ("out", "out_csv", "out_json")
 GROUPS = (("training", True), ("unseen", False))
-
-
-MAX_SEEDS: Final = 100
-MAX_DIGITS: Final = 19
-
-
-def _parse_seeds(
-    ctx: click.Context, param: click.Parameter, value: str | None
-) -> int | tuple[int, ...] | None:
-    """Return a number of seeds, or the seeds of a list with commas; None if not set."""
-    if value is None:
-        return None
-    parts = value.split(",")
-    if not all(part.isascii() and part.isdigit() and len(part) < MAX_DIGITS for part in parts):
-        message = f"{value[:60]!r} is no number and no list such as 0,1,2"
-        raise click.BadParameter(message, ctx, param)
-    seeds = tuple(dict.fromkeys(map(int, parts)))
-    is_list = len(parts) > 1
-    count = len(seeds) if is_list else seeds[0]
-    if not 1 <= count <= MAX_SEEDS:
-        raise click.BadParameter(f"there are 1 to {MAX_SEEDS} seeds, got {count}", ctx, param)
-    return seeds if is_list else count
 
 
 # fmt: off
@@ -176,7 +156,7 @@ OPTIONS: Final = (
            "at once.", click.Choice(["onnx", "xla"]), default="onnx"),
     option("--seed N", "Seed of partition, rounds and steps.", NATURAL, default=0),
     option("--seeds SEEDS", "Several seeds: their number, from --seed on, or a list such as 0,7.",
-           callback=_parse_seeds),
+           callback=parse_seeds),
     option("--folder",
            "Save the state of each algorithm after each round, to resume from.", FOLDER),
     option("--out", "Write the report as one HTML page.", OUTPUT_FILE),
@@ -218,6 +198,8 @@ def compare(options: dict[str, Any], server_of: ServerOf) -> None:
     from triplane.unified_ir.convert.conversion import read_model
 
     studies = _studies(options, 0)  # refuses options before anything is read
+    if warning := studies[0][0].robustness.warning:
+        output.note(warning)
     module, _ = read_model(options["model"])
     if options["engine"] == "xla":
         from triplane.unified_ir.engines.xla.engine import XlaEngine
@@ -396,6 +378,7 @@ def _source(options: dict[str, Any], seed: int) -> SampleSource:
 def _study(name: str, options: dict[str, Any], seed: int) -> Study:
     from triplane.unified_ir.federated.algorithms import algorithm
     from triplane.unified_ir.federated.algorithms import defaults as defaults_of
+    from triplane.unified_ir.federated.algorithms.aggregators import Robustness
     from triplane.unified_ir.federated.study import Study
 
     row = algorithm(name)
@@ -412,6 +395,7 @@ def _study(name: str, options: dict[str, Any], seed: int) -> Study:
         seed=seed,
         ways=options["ways"] or 0,
         evaluate_every=options["evaluate_every"],
+        robustness=Robustness(**options["robustness"]),
         **{k: options[k] for k in names},
     )
 
@@ -438,6 +422,8 @@ def _trial(
             note(f"{label} continues after round {row.number - 1}")
         reported.append(row.number)
         note(f"{label} round {row.number}/{study.rounds}  loss {row.loss:.4f}  {row.seconds:.2f} s")
+        for line in round_lines(row.scaled, row.returned):
+            note(f"{label} round {row.number}: {line}")
 
     def on_scores(number: int, rate: float | None, scores: Sequence[DeviceScore]) -> None:
         at = "" if rate is None else f"  at rate {rate:g}"
@@ -555,9 +541,7 @@ def _facts(options: dict[str, Any], groups: Groups) -> dict[str, str]:
         for hyper in row.hyper:
             number = f"{values.get(hyper.name, hyper.default):g}"
             numbers.setdefault(hyper.name, {})[number] = None
-    options = {k: v for k, v in options.items() if k != "hyper"} | {
-        name: tuple(values) for name, values in numbers.items()
-    }
+    options = options | limit_facts(options) | {k: tuple(v) for k, v in numbers.items()}
     meta = any(row.episodes for row in rows)
     # fmt: off
     # False for an option without an effect on these algorithms and this partition: on the page it
@@ -583,7 +567,9 @@ def _facts(options: dict[str, Any], groups: Groups) -> dict[str, str]:
         "algorithms",
         "seed",
         "server_of",
-    }
+        "hyper",
+        "robustness",
+    }  # fmt: skip
     options["seeds"] = _seeds(options)
     facts = {
         ("partition" if k == "way" else k.replace("_", " ")): (

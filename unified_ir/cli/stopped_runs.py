@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.cli.algorithms import flag
+from triplane.unified_ir.cli.number_options import flag
 
 if TYPE_CHECKING:
     from triplane.unified_ir.federated.study import Study

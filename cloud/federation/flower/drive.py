@@ -21,9 +21,11 @@ import numpy as np
 from triplane.cloud.federation.flower import adapter
 from triplane.cloud.federation.flower.memory import recall, remember
 from triplane.cloud.federation.flower.replies import (
+    Contributed,
     checked,
     common,
     contributed,
+    limited_replies,
     numbers,
 )
 from triplane.cloud.federation.flower.spec import digest_of
@@ -75,6 +77,7 @@ class Drive:
         self._nodes: dict[int, str] | None = None
         self._leases: dict[str, str] = {}
         self._looks, self._skips = 0, False
+        self._scaled = 0  # updates of the newest turn that were above the norm bound
         self._kept: dict[str, Any] | None = None
         self._scores: dict[str, dict[str, Any]] = {}  # of apps, as their replies came
         self._clipped: dict[str, adapter.Clipping] = {}  # by device: required of its reply
@@ -132,7 +135,8 @@ class Drive:
         state, memory = self._folder / "next.state", self._folder / "next.memory"
         write_state(state, self._state, self._order["roles"], plan=self._order["plan"])
         remember(self._without_hooks(), memory)
-        self._pipe.answer({"state": str(state), "memory": str(memory), "metrics": numbers(metrics)})
+        files = {"state": str(state), "memory": str(memory), "scaled": self._scaled}
+        self._pipe.answer({**files, "metrics": numbers(metrics)})
         return arrays, metrics
 
     def _aggregate_evaluate(self, number: int, replies: Iterable[Any]) -> Any:
@@ -224,10 +228,7 @@ class Drive:
         kind = EVALUATE if self._at[1] else TRAIN
         if self._order["app"] and self._at[1]:
             answers = {d: {"metrics": self._scores[d]} for d in answers if d in self._scores}
-        parts = {
-            device: contributed(facts, self._order, self._like, self._state)
-            for device, facts in sorted(answers.items())
-        }
+        parts = self._parts(dict(sorted(answers.items())))
         known = common([metrics for _, metrics in parts.values()])
         replies = []
         for device, (arrays, metrics) in parts.items():
@@ -235,6 +236,15 @@ class Drive:
             to = sent.get(node) or adapter.instruction(node, kind)
             replies.append(adapter.reply_to(to, arrays, {name: metrics[name] for name in known}))
         return replies
+
+    def _parts(self, answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Contributed]:
+        """Return the contents of the replies, by device."""
+        order, like, state = self._order, self._like, self._state
+        self._scaled = 0
+        if self._at[1] or order["app"]:
+            return {device: contributed(x, order, like, state) for device, x in answers.items()}
+        parts, self._scaled = limited_replies(answers, order, like, state)
+        return parts
 
     def _file_of(self, message: Any) -> str:
         """Write a message for a device with a ClientApp and return its path; "" for a plan."""

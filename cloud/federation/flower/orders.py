@@ -11,6 +11,8 @@ from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.files import read_state
+from triplane.unified_ir.federated.core.limits import OFF
+from triplane.unified_ir.federated.core.reduce import MAX_EXAMPLES
 
 
 class DeviceResult(Protocol):
@@ -35,7 +37,7 @@ def strategy_order(spec: pb.Spec, strategies: Path, *, quorum: int) -> dict[str,
     spec: with its strategy filled in. strategies: folder of the operator's own. quorum: least
     number of devices in a round.
     """
-    flower = spec.flower
+    flower, limits = spec.flower, spec.HasField("robustness")
     row = None if flower.sha256 else shipped_row(flower.strategy)
     file, attribute = "", ""
     if row is None:
@@ -57,6 +59,8 @@ def strategy_order(spec: pb.Spec, strategies: Path, *, quorum: int) -> dict[str,
         "proximal": spec.hyperparameters.proximal,
         "lr": spec.hyperparameters.lr,
         "seed": spec.seed,
+        "norm_bound": spec.robustness.norm_bound or OFF,  # absent in runs of earlier releases
+        "max_examples": spec.robustness.max_examples if limits else MAX_EXAMPLES,
     }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from triplane.cloud.federation.flower import adapter
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.files import Like, most_bytes, read_update
 from triplane.unified_ir.federated.core.learn import buffers
+from triplane.unified_ir.federated.core.limits import RoundUpdate, limited
 from triplane.unified_ir.federated.core.metric import ACCURACY
 
 LOSSES: Final = ("loss", "train_loss", "train-loss")
@@ -42,13 +44,56 @@ def contributed(
         return None, {EXAMPLES: facts["samples"], **scores}
     if order["app"]:
         return adapter.reply_contents(Path(facts["path"]).read_bytes())
-    change = read_update(
+    return learned(facts["examples"], facts["loss"], change_of(facts, order, like), state)
+
+
+def limited_replies(
+    answers: Mapping[str, Mapping[str, Any]],
+    order: Mapping[str, Any],
+    like: Like,
+    state: Mapping[str, Array],
+) -> tuple[dict[str, Contributed], int]:
+    """Return replies of devices that learned by their plan, and how many updates were scaled.
+
+    They are within the limits of the run: `norm_bound` and `max_examples` of the order.
+    """
+    updates = [
+        RoundUpdate(
+            facts["examples"],
+            partial(change_of, facts, order, like),
+            tuple(facts["norms"]) if facts["norms"] else None,
+        )
+        for facts in answers.values()
+    ]
+    bounded, scaled = limited(
+        updates, norm_bound=order["norm_bound"], max_examples=order["max_examples"],
+        buffers=frozenset(buffers(order["roles"])),
+    )  # fmt: skip
+    pairs = zip(answers.items(), bounded, strict=True)
+    replies = {
+        device: learned(update.examples, facts["loss"], update.open(), state)
+        for (device, facts), update in pairs
+    }
+    return replies, scaled
+
+
+def learned(
+    examples: int, loss: float, change: Mapping[str, Array], state: Mapping[str, Array]
+) -> Contributed:
+    """Return the reply of a device with this change of the shared state."""
+    # Flower's strategies expect new weights, whereas devices without an app send their change.
+    arrays = {
+        name: (state[name] + x).astype(state[name].dtype, copy=False) for name, x in change.items()
+    }
+    return arrays, {EXAMPLES: examples, "loss": loss, "train_loss": loss}
+
+
+def change_of(facts: Mapping[str, Any], order: Mapping[str, Any], like: Like) -> dict[str, Array]:
+    """Return the change in the file of an update."""
+    return read_update(
         Path(facts["path"]), like, run=order["run"], lease=facts["lease"],
         max_bytes=most_bytes(like), buffers=buffers(order["roles"]),
     )  # fmt: skip
-    # Flower's strategies expect new weights, whereas devices without an app send their change.
-    arrays = {name: state[name] + change[name] for name in like}
-    return arrays, {EXAMPLES: facts["examples"], "loss": facts["loss"], "train_loss": facts["loss"]}
 
 
 def checked(

@@ -205,7 +205,7 @@ class FlowerRuns:
         def write(connection: sa.Connection, _: RunProjection) -> None:
             journal.change(connection, record.id, slots=memory)
 
-        return reduced_event(order, state.hex()), write
+        return reduced_event(order, state.hex(), int(answer["scaled"])), write
 
     async def judged(self, record: RunRecord, projection: RunProjection, order: Judged) -> None:
         """See `live.Worker`: tells the strategy, unless its process restarted since it asked."""
@@ -413,6 +413,7 @@ class FlowerRuns:
             "lease": lease.id,
             "examples": update.examples,
             "loss": update.loss,
+            "norms": update.norms,
         }
 
     def _store_output(self, record: RunRecord, answer: Mapping[str, Any]) -> tuple[bytes, bytes]:

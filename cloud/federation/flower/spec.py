@@ -20,6 +20,8 @@ from typing import Any, Final
 
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import Conflict, InvalidInput, NotFound
+from triplane.unified_ir.federated.core.limits import OFF
+from triplane.unified_ir.federated.core.reduce import MAX_EXAMPLES
 
 VERSION: Final = "1.41."
 """The release of flwr that the adapter follows."""
@@ -104,9 +106,23 @@ def fill_flower(spec: pb.Spec, folder: Path) -> None:
         _check_shipped(row, flower)
         flower.strategy, flower.sha256 = row.name, b""
         spec.algorithm = spec.algorithm or row.algorithm
+    _limit(spec, row)
     options = options_of(flower)
     if "proximal_mu" in options and spec.algorithm == "fedprox":
         spec.hyperparameters.proximal = spec.hyperparameters.proximal or options["proximal_mu"]
+
+
+def _limit(spec: pb.Spec, row: Shipped | None) -> None:
+    """Set that there is no norm bound where the strategy cannot have one."""
+    if not (spec.flower.app or (row is not None and row.wraps)):
+        return
+    if spec.robustness.norm_bound not in {"", OFF} or spec.robustness.max_examples:
+        raise InvalidInput(
+            "a norm bound and a largest weight apply to devices that follow plans, and to no "
+            "private strategy: its noise is sized for updates that do not depend on each other; "
+            "leave them out"
+        )
+    spec.robustness.norm_bound, spec.robustness.max_examples = OFF, MAX_EXAMPLES
 
 
 def installed_version() -> str:

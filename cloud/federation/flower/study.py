@@ -101,6 +101,11 @@ class FlowerServer:
         quorum = {"quorum": f"{self.quorum:g}"} if self.quorum else {}
         return {"strategy": flower.strategy, "flwr": flower.version, **file, **options, **quorum}
 
+    @property
+    def follows_limits(self) -> bool:
+        """See `StudyServer`: the strategy combines updates in its own way, and remembers."""
+        return False
+
     def title(self, algorithm: str) -> str:
         """See `StudyServer`: "FedAdam over maml"."""
         return f"{self.name} over {algorithm}"
@@ -124,6 +129,10 @@ class FlowerServer:
         spec.flower.CopyFrom(self._flower)
         spec.rounds, spec.evaluate_every = study.rounds, study.evaluate_every
         spec.seed, spec.cohort.devices = study.seed, study.devices
+        if not spec.HasField("robustness"):  # else the strategy has no norm bound
+            limits = study.robustness
+            spec.robustness.norm_bound = limits.norm_bound
+            spec.robustness.max_examples = limits.max_examples
         quorum = least_updates(study.devices, self.quorum)
         order = strategy_order(spec, self.strategies, quorum=quorum)
         with tempfile.TemporaryDirectory() as folder, _event_loop() as wait:
@@ -176,7 +185,8 @@ class _StrategyRounds:
         shared = read_next(Path(answer["state"]), self._study.plan, self._study.roles)
         memory = np.frombuffer(Path(answer["memory"]).read_bytes(), np.uint8)
         # Copies, because the process will replace its files.
-        return {name: x.copy() for name, x in shared.items()}, {MEMORY: memory}
+        state = {name: x.copy() for name, x in shared.items()}
+        return Next(state, {MEMORY: memory}, int(answer["scaled"]))
 
     def judge(self, at: StudyProgress) -> None:
         """See `RoundServer`: only devices that learn are nodes of the strategy."""
@@ -231,7 +241,7 @@ class _StrategyRounds:
             path, update.change, run=self._run, round=len(at.rounds) + 1, lease=update.lease,
             compression="", keep=1.0, seed=0, buffers=buffers(self._study.roles),
         )  # fmt: skip
-        facts = {"examples": update.examples, "loss": update.loss}
+        facts = {"examples": update.examples, "loss": update.loss, "norms": None}
         return {"path": str(path), "lease": update.lease, **facts}
 
 

@@ -258,7 +258,7 @@ def test_a_waiting_run_is_signed_and_the_policy_for_plans_set_shown_and_taken_ba
     assert shown == {
         "tiny": {
             "algorithms": ["fed*"],
-            "tensors": ["0.bias", "0.weight", "2.bias", "2.weight", "rate.*"],
+            "tensors": ["0.bias", "0.weight", "2.bias", "2.weight", "rate.*", "scaffold.*"],
             "least_devices": 2,
             "least_batch": 2,
             "least_steps": 1,

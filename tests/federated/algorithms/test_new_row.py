@@ -26,17 +26,17 @@ from triplane.unified_ir.passes import clean
 
 def with_momentum(x, d, slots, hyper):
     """v' = b v + d;  x' = x + lr v'."""
-    v = hyper["momentum"] * slots[0].astype(np.float64) + d
+    v = hyper["inertia"] * slots[0].astype(np.float64) + d
     return x + hyper["server_lr"] * v, (v,)
 
 
-FEDAVGM = Algorithm(
-    name="fedavgm", source="Hsu et al. 2019, arXiv 1909.06335", summary="with server momentum",
+HEAVY = Algorithm(
+    name="heavy", source="Hsu et al. 2019, arXiv 1909.06335", summary="with server momentum",
     episodes=False, weighting="examples", gradient=steps.batch_gradient,
     server=ServerOptimizer("momentum", ("v",), with_momentum),
     hyper=(
         *table.ALGORITHMS["fedavg"].hyper,
-        Hyperparameter("momentum", 0.9, DECAY, "Momentum of the mean, on the cloud."),
+        Hyperparameter("inertia", 0.9, DECAY, "Inertia of the mean, on the cloud."),
     ),
 )  # fmt: skip
 
@@ -63,43 +63,43 @@ DECAYED = replace(
 
 @pytest.fixture(autouse=True)
 def rows(monkeypatch):
-    for row in (FEDAVGM, DECAYED):
+    for row in (HEAVY, DECAYED):
         monkeypatch.setitem(table.ALGORITHMS, row.name, row)
 
 
 @pytest.mark.parametrize("command", [federate.command.commands["run"], verb])
 def test_its_name_and_numbers_are_in_the_help_with_their_defaults(command):
     text = " ".join(CliRunner().invoke(command, ["--help"]).stdout.split())
-    assert "--momentum NUMBER Momentum of the mean, on the cloud. [default: 0.9]" in text
+    assert "--inertia NUMBER Inertia of the mean, on the cloud. [default: 0.9]" in text
     assert "--decay NUMBER Decay of weights on devices. [default: 0.5]" in text
-    assert "reptile, fedavgm, decayed" in text or "fedavgm with server momentum" in text
+    assert "reptile, heavy, decayed" in text or "heavy with server momentum" in text
 
 
 def test_its_numbers_are_validated():
-    assert Hyper().momentum == 0.9
-    with pytest.raises(InvalidInput, match="momentum must be at least 0 and below 1, got 1"):
-        Hyper(momentum=1.0)
-    with pytest.raises(InvalidInput, match="no algorithm has a hyperparameter 'momentun'"):
-        Hyper(momentun=0.5)
+    assert Hyper().inertia == 0.9
+    with pytest.raises(InvalidInput, match="inertia must be at least 0 and below 1, got 1"):
+        Hyper(inertia=1.0)
+    with pytest.raises(InvalidInput, match="no algorithm has a hyperparameter 'inertja'"):
+        Hyper(inertja=0.5)
 
 
 def test_its_numbers_are_on_the_wire_and_in_its_runs_only():
-    spec = with_defaults(pb.Spec(model="tiny", algorithm="fedavgm"))
-    assert dict(spec.hyperparameters.other) == {"momentum": 0.9}
+    spec = with_defaults(pb.Spec(model="tiny", algorithm="heavy"))
+    assert dict(spec.hyperparameters.other) == {"inertia": 0.9}
     assert not with_defaults(pb.Spec(model="tiny")).hyperparameters.other
-    asked = pb.Spec(model="tiny", algorithm="fedavgm")
-    set_values(asked.hyperparameters, {"momentum": 0.25, "lr": 0.5})
-    assert values_of(asked.hyperparameters) == {"momentum": 0.25, "lr": 0.5}
-    assert hyper_of(with_defaults(asked)) == Hyper(momentum=0.25, lr=0.5)
-    set_values(asked.hyperparameters, {"momentum": 2.0})
-    with pytest.raises(InvalidInput, match="momentum must be at least 0"):
+    asked = pb.Spec(model="tiny", algorithm="heavy")
+    set_values(asked.hyperparameters, {"inertia": 0.25, "lr": 0.5})
+    assert values_of(asked.hyperparameters) == {"inertia": 0.25, "lr": 0.5}
+    assert hyper_of(with_defaults(asked)) == Hyper(inertia=0.25, lr=0.5)
+    set_values(asked.hyperparameters, {"inertia": 2.0})
+    with pytest.raises(InvalidInput, match="inertia must be at least 0"):
         with_defaults(asked)
 
 
 def test_a_number_of_the_cloud_reaches_the_cloud_s_step():
     one, two = (run("fedavg", rounds=n) for n in (1, 2))
     start = {name: module().initial(name) for name in one}
-    after = run("fedavgm", rounds=2, momentum=0.25)
+    after = run("heavy", rounds=2, inertia=0.25)
     for name, x in after.items():
         expected = two[name] + 0.25 * (one[name].astype(np.float64) - start[name])
         np.testing.assert_allclose(x, expected, atol=1e-6)

@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from triplane.unified_ir.federated.core.run import (
-    NEWEST_RULES,
     RULES_WITH_PAUSES,
+    RULES_WITH_RESTS,
     Answered,
     Arrived,
     Asked,
@@ -215,7 +215,7 @@ def _tick(state: RunState, event: Tick) -> tuple[RunState, Effects]:
             why = "its stream was away too long" if away else "the round's deadline passed"
             state, more = _settle(state, replace(lease, outcome=Outcome.LOST, reason=why))
             effects += more
-            if not away and state.rules >= NEWEST_RULES:
+            if not away and state.rules >= RULES_WITH_RESTS:
                 member = state.members[lease.device]
                 until = state.turn[0] + 1 + min(2**member.missed, 32)
                 missed = min(member.missed + 1, 32)
@@ -339,8 +339,9 @@ def _open(state: RunState, now_s: float) -> tuple[RunState, Effects]:
         for device in chosen
     )
     opened = Round(
-        number=number, evaluates=evaluates, attempt=state.attempt, opened_s=now_s, leases=leases
-    )
+        number=number, evaluates=evaluates, attempt=state.attempt, opened_s=now_s, leases=leases,
+        population=len([m for m in state.members.values() if m.examples > 0]),
+    )  # fmt: skip
     state = replace(state, phase=Phase.COLLECTING, reason="", since_s=now_s, round=opened)
     return state, tuple(Tell(device) for device in chosen)
 

@@ -18,7 +18,7 @@ from triplane.unified_ir.federated.privacy.distributed import MAX_HONEST
 
 CLIPS = ("clip-fixed", "clip-adaptive")
 NOISES = ("noise-central", "noise-correlated", "noise-distributed")
-ROBUST = ("median", "trimmed-mean", "krum", "multi-krum", "bucketing", "centred-clipping")
+ROBUST = ("median", "trimmed-mean", "krum", "multi-krum", "bucketing", "centred-clip")
 NAMES = tuple(row.name for row in PIPELINE)
 
 REFUSED = {

@@ -8,12 +8,15 @@ from tests.federated.study import given
 
 from triplane.proto.errors import Conflict
 from triplane.unified_ir.federated.study import RoundRow, simulate
+from triplane.unified_ir.federated.study.server import Next
 
 
 class HalvingServer:
     """The plain mean of the first half of the devices of a round, halved; keeps a count."""
 
     facts = {"strategy": "halving"}  # noqa: RUF012 -- a test's
+
+    follows_limits = False
 
     def __init__(self):
         self.seen, self.judged = [], []
@@ -35,7 +38,7 @@ class HalvingServer:
             name: (x + np.mean([c.change[name] for c in contributions], axis=0) / 2).astype(x.dtype)
             for name, x in at.shared.items()
         }
-        return shared, {"count": count}
+        return Next(shared, {"count": count})
 
     def judge(self, at):
         number = len(at.rounds)

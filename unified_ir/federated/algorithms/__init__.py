@@ -1,6 +1,8 @@
 """The graphs of federated algorithms, derived from a module's `loss`; a plan for the devices."""
 
 from triplane.proto.lazy import public_names as _public_names
+from triplane.unified_ir.federated.algorithms.aggregators import AGGREGATORS as AGGREGATORS
+from triplane.unified_ir.federated.algorithms.aggregators import Robustness as Robustness
 from triplane.unified_ir.federated.algorithms.hyper import MAX_INNER_STEPS as MAX_INNER_STEPS
 from triplane.unified_ir.federated.algorithms.plan import PlanMade as PlanMade
 from triplane.unified_ir.federated.algorithms.plan import functions_of as functions_of

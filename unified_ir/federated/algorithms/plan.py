@@ -12,6 +12,7 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.algorithms.hyper import ANCHOR, HYPER, RATE
 from triplane.unified_ir.federated.algorithms.objective import NEEDED, Objective, objective_of
+from triplane.unified_ir.federated.algorithms.scaffold import CONTROL
 from triplane.unified_ir.federated.algorithms.table import Algorithm, Hyper, algorithm
 from triplane.unified_ir.federated.core.learn import shared
 from triplane.unified_ir.ir import Function, Module, Role, StateTensor
@@ -22,7 +23,7 @@ from triplane.unified_ir.onnx import emit, serialize
 from triplane.unified_ir.runtime import PlanSpec, write_plan
 
 ENTRIES: Final = ("local_update", "adapt", "evaluate", "predict")
-RESERVED: Final = (HYPER, ANCHOR, RATE)
+RESERVED: Final = (HYPER, ANCHOR, RATE, CONTROL)
 ADAPT: Final = "adapt"
 STEPS_KEY: Final = "adapt_steps"
 """Key of a module's meta: number of steps of its entry `adapt` in an adaptation."""

@@ -7,7 +7,7 @@ hyperparameters and the server's optimizer from here.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.federated.algorithms import steps
+from triplane.unified_ir.federated.algorithms import scaffold, steps
 from triplane.unified_ir.federated.algorithms.hyper import (
     ANCHOR,
     DECAY,
@@ -27,10 +27,11 @@ from triplane.unified_ir.federated.algorithms.hyper import (
     POSITIVE,
     RATE,
     Hyperparameter,
+    HyperRule,
 )
 from triplane.unified_ir.federated.algorithms.objective import Objective
 from triplane.unified_ir.federated.algorithms.steps import shared_trained
-from triplane.unified_ir.federated.core.reduce import ADAM, SGD, ServerOptimizer
+from triplane.unified_ir.federated.core.reduce import ADAM, MOMENTUM, SGD, ServerOptimizer
 from triplane.unified_ir.ir import Function, Role, StateTensor
 
 Gradient = Callable[[Objective, int], Function]
@@ -96,8 +97,9 @@ class Algorithm:
     weighting: of updates, by "examples" or "equal". server: the cloud's optimizer. gradient: the
     direction of a step, for a number of inner steps. hyper: the hyperparameters; each is also state
     that the graphs may read. rate: the hyperparameter that multiplies a step. adapt: one step of
-    adaptation. extra_state: further state beside the module's. revision: a digest of code that the
-    graphs do not show; a study is not resumed with another one.
+    adaptation. extra_state: further state beside the module's. by_share: prefix of shared buffers
+    whose mean change counts by the share of all devices that took part in the round. revision: a
+    digest of code that the graphs do not show; a study is not resumed with another one.
     """
 
     name: str
@@ -111,12 +113,25 @@ class Algorithm:
     rate: str = LR
     adapt: Callable[[Objective], Function] = steps.plain_adapt
     extra_state: ExtraState = lambda _of, _hyper: {}
+    by_share: str = ""
     revision: str = ""
 
     @property
     def learns_rates(self) -> bool:
         """Whether adaptation uses learned rates instead of `hyper.lr`."""
         return self.adapt is steps.learned_rate_adapt
+
+    def shares(
+        self, hyper: Mapping[str, float], names: Iterable[str], *, updates: int, members: int
+    ) -> dict[str, float]:
+        """Return the factors of the mean changes of a round, by tensor.
+
+        members: devices that can learn, which `population_size` replaces if it is set.
+        """
+        if not self.by_share:
+            return {}
+        share = min(1.0, updates / (hyper["population_size"] or max(members, updates)))
+        return {name: share for name in names if name.startswith(self.by_share)}
 
     def step(self, of: Objective, hyper: Hyper) -> Function:
         """Return the entry `local_update`."""
@@ -184,6 +199,29 @@ _ROWS: Final = (
         summary="as fedavg, with Adam on the cloud",
         episodes=False, weighting="examples", gradient=steps.batch_gradient, server=ADAM,
         hyper=(*_SHARED, *_ADAM),
+    ),
+    Algorithm(
+        name="fedavgm", source="Hsu et al. 2019, arXiv 1909.06335, section 4.1",
+        summary="as fedavg, with momentum on the cloud",
+        episodes=False, weighting="examples", gradient=steps.batch_gradient, server=MOMENTUM,
+        hyper=(
+            *_SHARED, _SERVER_LR,
+            Hyperparameter("momentum", 0.9, DECAY, "Decay of the momentum on the cloud."),
+        ),
+    ),
+    Algorithm(
+        name="scaffold",
+        source="Karimireddy et al. 2020, arXiv 1910.06378, algorithm 1, option II",
+        summary="as fedavg, with control variates against the drift of devices",
+        episodes=False, weighting="equal", gradient=scaffold.controlled_gradient,
+        extra_state=scaffold.control_variates, by_share=scaffold.CONTROL,
+        hyper=(
+            *_SHARED, _SERVER_LR,
+            Hyperparameter(
+                "population_size", 0, HyperRule("a whole number, not negative", whole=True),
+                "Devices of the population, for SCAFFOLD; 0: those that have joined.",
+            ),
+        ),
     ),
     Algorithm(
         name="maml",

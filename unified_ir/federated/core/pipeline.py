@@ -216,7 +216,7 @@ PIPELINE: Final[tuple[PipelineRow, ...]] = (
     _robust("krum", "the update nearest to its neighbours"),
     _robust("multi-krum", "mean of the updates nearest to their neighbours"),
     _robust("bucketing", "a robust aggregate of means of random buckets"),
-    _robust("centred-clipping", "mean of updates clipped around the last aggregate", _NORM),
+    _robust("centred-clip", "mean of updates clipped around the last aggregate", _NORM),
     PipelineRow(
         "flower-strategy",
         "aggregate",

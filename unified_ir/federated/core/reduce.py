@@ -18,6 +18,7 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.draws import Array
+from triplane.unified_ir.federated.core.limits import check_fits
 
 CHUNK: Final = 1 << 16
 """Entries added at a time: half a megabyte in float64, which fits into the processor's cache."""
@@ -31,6 +32,8 @@ Update = tuple[int, Callable[[], State]]
 """(examples, a function that opens the change)."""
 ServerHyper = Mapping[str, float]
 """Hyperparameters by name."""
+Combine = Callable[[Mapping[str, tuple[int, ...]]], dict[str, Array]]
+"""Shapes of the tensors of a change -> what a round's changes come to, in float64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +54,19 @@ def reduce(
     server: ServerOptimizer,
     hyper: ServerHyper,
     buffers: Collection[str] = (),
+    shares: Mapping[str, float] | None = None,
+    combine: Combine | None = None,
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """Return (the next shared state, the optimizer's next slots).
 
     slots: empty before the first round. buffers: tensors to which the mean is added as it is,
-    whatever the optimizer and its rate. Tensors that are not floating point do not change.
+    whatever the optimizer and its rate. shares: factors of the mean, by tensor. combine: what takes
+    the mean's place. Tensors that are not floating point do not change.
     InvalidInput: there are no updates, or one does not fit the state.
     """
-    sums = _mean(state, updates, weighting)
+    sums = _combined(state, updates, combine) if combine else _mean(state, updates, weighting)
+    for name, share in (shares or {}).items():
+        sums[name] *= share
     after = dict(state)
     next_slots: dict[str, Array] = {}
     for name, d in sums.items():
@@ -88,9 +96,17 @@ def _optimizer_step(
         part = slice(at, at + CHUNK)
         x_part, d_part, *slot_parts = (source[part] for source in sources)
         stepped, new = row.step(x_part.astype(np.float64), d_part, tuple(slot_parts), hyper)
-        for target, value in zip(targets, (stepped, *new), strict=True):
-            target[part] = value
+        # Without a norm bound a number may leave the range of its type; devices decline that state.
+        with np.errstate(over="ignore"):
+            for target, value in zip(targets, (stepped, *new), strict=True):
+                target[part] = value
     return results
+
+
+def _combined(state: State, updates: Sequence[Update], combine: Combine) -> dict[str, Array]:
+    if not updates:
+        raise InvalidInput("a round needs at least one update to be reduced")
+    return combine({n: x.shape for n, x in state.items() if np.issubdtype(x.dtype, np.floating)})
 
 
 def _mean(state: State, updates: Sequence[Update], weighting: str) -> dict[str, Array]:
@@ -118,13 +134,9 @@ def _weight(examples: int, weighting: str) -> int:
 
 
 def _add(sums: dict[str, Array], change: State, weight: int) -> None:
-    if change.keys() != sums.keys():
-        odd = sorted(change.keys() ^ sums.keys())[:4]
-        raise InvalidInput(f"an update holds the shared float tensors; it differs in {odd}")
+    check_fits({name: x.shape for name, x in sums.items()}, change)
     buffer = np.empty(min(CHUNK, max((x.size for x in sums.values()), default=0)))
     for name, x in sums.items():
-        if change[name].shape != x.shape:
-            raise InvalidInput(f"{name!r} is {x.shape}, the update has {change[name].shape}")
         total, source = x.reshape(-1), change[name].reshape(-1)
         for at in range(0, total.size, CHUNK):
             part = source[at : at + CHUNK]
@@ -148,6 +160,12 @@ def _adam(x: Array, d: Array, slots: Slots, hyper: ServerHyper) -> tuple[Array, 
     return x + hyper["server_lr"] * m / (np.sqrt(v) + hyper["floor"]), (m, v)
 
 
+def _momentum(x: Array, d: Array, slots: Slots, hyper: ServerHyper) -> tuple[Array, Slots]:
+    """m' = momentum m + d, x' = x + lr m' (Hsu et al. 2019, section 4.1)."""
+    m = hyper["momentum"] * slots[0].astype(np.float64) + d
+    return x + hyper["server_lr"] * m, (m,)
+
+
 def _plain(x: Array, d: Array, _slots: Slots, _hyper: ServerHyper) -> tuple[Array, Slots]:
     """x' = x + d, for values that are not changed by gradients, so no rate applies to them."""
     return x + d, ()
@@ -156,3 +174,4 @@ def _plain(x: Array, d: Array, _slots: Slots, _hyper: ServerHyper) -> tuple[Arra
 PLAIN: Final = ServerOptimizer("", (), _plain)
 SGD: Final = ServerOptimizer("sgd", (), _sgd)
 ADAM: Final = ServerOptimizer("adam", ("m", "v"), _adam)
+MOMENTUM: Final = ServerOptimizer("momentum", ("m",), _momentum)

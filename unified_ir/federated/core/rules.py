@@ -6,7 +6,8 @@
 Ids are derived from the state, and events carry the time, so the same events give the same state,
 byte for byte. An update counts once: for the device that holds the lease, while its round collects.
 A device that disconnects keeps its lease for `patience_s` and may resume it. A connected device
-that misses a deadline is not drawn for some rounds if the others make the quorum. `due_s` returns
+that misses a deadline is not drawn for some rounds if the others make the quorum. Where the loss
+over devices shows that the state is spoilt, the run returns to its last good one. `due_s` returns
 when the next `Tick` matters. The effect of a rule on journaled events never changes:
 `RunState.rules` is the version of the rules that a run uses.
 
@@ -19,21 +20,28 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
+from triplane.unified_ir.federated.core.round_end import (
+    amended,
+    ended,
+    turn_after,
+    watched,
+    watches,
+    why_spoilt,
+)
 from triplane.unified_ir.federated.core.run import (
-    NEWEST_RULES,
     RULES_WITH_PAUSES,
+    RULES_WITH_RESTS,
+    UNWILLING,
     Answered,
     Arrived,
     Asked,
     Declined,
     Effects,
-    Ended,
     Event,
     Failed,
     Finish,
@@ -60,6 +68,7 @@ from triplane.unified_ir.federated.core.run import (
     Tell,
     Tick,
 )
+from triplane.unified_ir.federated.core.spoilt import is_spoilt
 
 LEASE_CHARS: Final = 32
 MAX_GIVEN_UP: Final = 10
@@ -78,7 +87,6 @@ MAX_REST: Final = 32
 """Largest number of rounds for which a device that misses deadlines is not drawn. The number is 1
 after the first missed deadline and doubles with each further one in a row."""
 
-UNWILLING: Final = frozenset({Outcome.DECLINED, Outcome.REFUSED})
 ANSWERED: Final = UNWILLING | {Outcome.COUNTED}
 
 Step = tuple[RunState, Effects]
@@ -249,7 +257,7 @@ def _tick(state: RunState, event: Tick) -> Step:
         state, more = _settle(state, replace(lease, reason=why), Outcome.LOST)
         # A device that was away is not drawn anyway until it returns; only one that was connected
         # and silent rests.
-        if not away and state.rules >= NEWEST_RULES:
+        if not away and state.rules >= RULES_WITH_RESTS:
             state = _with(state, _resting(state.members[lease.device], state.turn[0]))
         tells += more
     return state, tells
@@ -273,10 +281,14 @@ def _reduce(state: RunState, event: Reduced) -> Step:
     # The end of a reduction that was requested again after a restart.
     if event.number != state.turn[0]:
         return state, ()
-    number, every = event.number, state.plan.evaluate_every
-    judged = number == state.plan.rounds or (every > 0 and number % every == 0)
-    turn = (number, True) if judged else (number + 1, False)
-    return _gather(replace(state, shared=event.shared, attempt=0), turn, event.at_s), ()
+    good = state.good if state.watch.bad or not watches(state) else state.shared
+    reduced = replace(
+        state, shared=event.shared, attempt=0, fresh_optimizer=False,
+        # No later round could return to it.
+        good="" if event.number == state.plan.rounds else good,
+        history=amended(state, scaled=event.scaled) if event.scaled else state.history,
+    )  # fmt: skip
+    return _gather(reduced, turn_after(state, event.number), event.at_s), ()
 
 
 def _finish(state: RunState, event: Finished) -> Step:
@@ -305,7 +317,9 @@ def _resume(state: RunState, event: Resumed) -> Step:
 
 def _fail(state: RunState, event: Failed) -> Step:
     tells = tuple(Tell(lease.device) for lease in _open_leases(state))
-    after = replace(state, phase=Phase.FAILED, reason=event.reason, since_s=event.at_s, round=None)
+    after = replace(
+        state, phase=Phase.FAILED, reason=event.reason, since_s=event.at_s, round=None, good=""
+    )
     return after, tells
 
 
@@ -356,8 +370,9 @@ def _open(state: RunState, now_s: float) -> Step:
     )
     leases = tuple(Lease(id=identify(device=device), device=device) for device in chosen)
     opened = Round(
-        number=number, evaluates=evaluates, attempt=attempt, opened_s=now_s, leases=leases
-    )
+        number=number, evaluates=evaluates, attempt=attempt, opened_s=now_s, leases=leases,
+        population=sum(m.examples > 0 for m in state.members.values()),
+    )  # fmt: skip
     state = replace(state, phase=Phase.COLLECTING, reason="", since_s=now_s, round=opened)
     return state, tuple(Tell(device) for device in chosen)
 
@@ -384,7 +399,11 @@ def _close(state: RunState, round_: Round, now_s: float) -> Step:
     round_, counted = state.round, _counted_leases(round_)
     short = not round_.evaluates and len(counted) < state.plan.quorum
     why = f"{len(counted)} updates of {state.plan.quorum} needed" if short else ""
-    state = replace(state, history=(*state.history, _ended(round_, now_s, why)))
+    state = replace(state, history=(*state.history, ended(round_, now_s, why)))
+    if watches(state) and not round_.evaluates:
+        state = watched(state, round_, counted, short=short)
+        if is_spoilt(state.watch) and state.good:
+            return _return(state, counted, why, now_s), tells
     if short:
         return _give_up(state, why, now_s), tells
     if round_.evaluates:
@@ -398,6 +417,24 @@ def _close(state: RunState, round_: Round, now_s: float) -> Step:
         return state, (*tells, Judged(round_.number, counted))
     state = replace(state, phase=Phase.REDUCING, since_s=now_s)
     return state, (*tells, Reduce(round_.number, counted))
+
+
+def _return(state: RunState, counted: tuple[Lease, ...], given_up: str, now_s: float) -> RunState:
+    """Replace a spoilt state by the last good one, or stop where that was done often enough."""
+    watch, reason = state.watch, why_spoilt(state, counted, given_up)
+    number = state.turn[0]
+    state = replace(
+        state, shared=state.good, fresh_optimizer=True, history=amended(state, returned=reason),
+        watch=replace(watch, bad=0, returns=watch.returns + 1),
+    )  # fmt: skip
+    if given_up:
+        state = _give_up(state, given_up, now_s)
+    else:
+        state = replace(_gather(state, turn_after(state, number), now_s), attempt=0)
+    if watch.returns < state.plan.returns:
+        return state
+    reason += f"; it had returned {watch.returns} times before, so look at the devices, then resume"
+    return replace(state, phase=Phase.STOPPED, reason=reason)
 
 
 def _give_up(state: RunState, why: str, now_s: float) -> RunState:
@@ -537,30 +574,6 @@ def _open_leases(state: RunState) -> tuple[Lease, ...]:
 
 def _counted_leases(round_: Round) -> tuple[Lease, ...]:
     return _leases(round_).listed("counted")
-
-
-def _ended(round_: Round, now_s: float, given_up: str) -> Ended:
-    tally = dict.fromkeys(Outcome, 0)
-    for lease in round_.leases:
-        tally[lease.outcome] += 1
-    updates = [x.update for x in round_.leases if x.update is not None]
-    weight = sum(u.examples for u in updates)
-    loss = sum(u.examples * u.loss for u in updates) / weight if weight else math.nan
-    return Ended(
-        number=round_.number,
-        evaluates=round_.evaluates,
-        opened_s=round_.opened_s,
-        closed_s=now_s,
-        asked=len(round_.leases),
-        counted=tally[Outcome.COUNTED],
-        refused=tally[Outcome.REFUSED] + tally[Outcome.DECLINED],
-        late=tally[Outcome.LATE],
-        lost=tally[Outcome.LOST],
-        loss=loss,
-        bytes_up=sum(u.size for u in updates),
-        bytes_down=sum(x.bytes_down for x in round_.leases),
-        given_up=given_up,
-    )
 
 
 # fmt: off

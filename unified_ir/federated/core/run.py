@@ -12,7 +12,17 @@ from enum import StrEnum
 from typing import Any, ClassVar, Final
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.core.limits import Norms
 from triplane.unified_ir.federated.core.sorted_map import Index, Records, SortedMap
+from triplane.unified_ir.federated.core.spoilt import NO_LOSSES, LossWatch
+
+OMIT_DEFAULT: Final = "omit_default"
+"""Metadata of a field that is only stored with another value than its default.
+
+Such a field can be added without a change of what is stored already, which an earlier release can
+read only without it.
+"""
+ADDED: Final = {OMIT_DEFAULT: True}
 
 
 class Phase(StrEnum):
@@ -38,13 +48,16 @@ class Outcome(StrEnum):
     LOST = "lost"
 
 
+UNWILLING: Final = frozenset({Outcome.DECLINED, Outcome.REFUSED})
 ENDED: Final = frozenset({Phase.DONE, Phase.FAILED})
 RULES_OF_OLD: Final = 1
 """Rules that restarted an abandoned round immediately and skipped an evaluation that every device
 declined."""
 RULES_WITH_PAUSES: Final = 2
 """Rules that asked silent devices again in every round."""
-NEWEST_RULES: Final = 3
+RULES_WITH_RESTS: Final = 3
+"""Rules that did not look at the loss over devices."""
+NEWEST_RULES: Final = 4
 """Rules of new runs. The events of a run are always replayed by the rules with which it began."""
 
 
@@ -56,7 +69,8 @@ class RunPlan:
     quorum: least number of updates at the deadline; with fewer the round is abandoned.
     evaluate_every: 0 to evaluate after the last round only. needs_scores: whether an evaluation
     that every device declines stops the run; it is off with an external strategy, because the apps
-    of the devices' owners often cannot evaluate.
+    of the devices' owners often cannot evaluate. returns: how often the run may return from a
+    spoilt state to its last good one; see `spoilt`.
     """
 
     rounds: int
@@ -68,6 +82,7 @@ class RunPlan:
     evaluate_every: int = 0
     seed: int = 0
     needs_scores: bool = True
+    returns: int = field(default=0, metadata=ADDED)
 
     def __post_init__(self) -> None:
         if not 1 <= self.quorum <= self.devices <= self.asked or self.rounds < 1:
@@ -155,7 +170,8 @@ class Members(Records[RunMember]):
 class Update:
     """A contribution whose bytes are on the cloud's disk and valid.
 
-    blob: SHA-256 in hexadecimal. weight: the device's examples.
+    blob: SHA-256 in hexadecimal. weight: the device's examples. norms: of its parameters and its
+    buffers, where the run bounds them.
     """
 
     blob: str
@@ -163,6 +179,7 @@ class Update:
     examples: int
     loss: float
     seconds: float
+    norms: Norms | None = field(default=None, metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,13 +264,17 @@ class Leases(Sequence[Lease]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """The current round. leases: by device name. attempt: rounds abandoned in a row before it."""
+    """The current round. leases: by device name. attempt: rounds abandoned in a row before it.
+
+    population: members that could learn when it opened, connected or not.
+    """
 
     number: int
     evaluates: bool
     attempt: int
     opened_s: float
     leases: Sequence[Lease]
+    population: int = field(default=0, metadata=ADDED)
 
     def __post_init__(self) -> None:
         if not isinstance(self.leases, Leases):
@@ -264,7 +285,8 @@ class Round:
 class Ended:
     """The record of an ended round. given_up: why it was abandoned, or empty.
 
-    bytes_down: of the leases that were answered.
+    bytes_down: of the leases that were answered. scaled: updates above a norm bound. returned: why
+    the run returned to an earlier state instead of reducing it, or empty.
     """
 
     number: int
@@ -280,6 +302,8 @@ class Ended:
     bytes_up: int = 0
     given_up: str = ""
     bytes_down: int = 0
+    scaled: int = field(default=0, metadata=ADDED)
+    returned: str = field(default="", metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,7 +314,9 @@ class RunState:
     looked_s: the newest tick. attempt: rounds abandoned in a row. history: ended rounds, oldest
     first. shared: blob of the state that the next round begins from (SHA-256 in hexadecimal).
     not_before_s: no round opens earlier. rules: version of the rules that the run began under.
-    epoch: of the newest restart; "" before the first.
+    epoch: of the newest restart; "" before the first. watch: of the loss over devices. good: blob
+    of the newest state that it judged good, or empty. fresh_optimizer: whether the next reduction
+    begins without the optimizer's slots, which are of a spoilt state.
     """
 
     plan: RunPlan
@@ -309,6 +335,9 @@ class RunState:
     not_before_s: float = 0.0
     rules: int = RULES_OF_OLD
     epoch: str = ""
+    watch: LossWatch = field(default=NO_LOSSES, metadata=ADDED)
+    good: str = field(default="", metadata=ADDED)
+    fresh_optimizer: bool = field(default=False, metadata=ADDED)
 
     def __post_init__(self) -> None:
         if not isinstance(self.members, Members):
@@ -423,11 +452,12 @@ class Tick:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduced:
-    """The round's updates became the next shared state."""
+    """The round's updates became the next shared state. scaled: those above a norm bound."""
 
     at_s: float
     number: int
     shared: str
+    scaled: int = field(default=0, metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

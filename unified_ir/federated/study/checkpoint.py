@@ -1,6 +1,7 @@
 """The progress of a study, saved completely after each round, so kill -9 loses at most one round.
 
 The file is a container of kind "checkpoint". Its tensors are named `shared/NAME`, `slot/NAME`,
+`good/NAME` (the state that a study may return to),
 `personal/DEVICE/NAME` and `remainder/DEVICE/NAME`, with the device's name quoted as in a URL.
 """
 
@@ -20,9 +21,11 @@ from urllib.parse import quote, unquote
 import numpy as np
 
 from triplane.proto.errors import Conflict, Corrupt
+from triplane.unified_ir.federated.algorithms.aggregators import UNLIMITED
 from triplane.unified_ir.federated.algorithms.table import algorithm
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.learn import Shard
+from triplane.unified_ir.federated.core.spoilt import NO_LOSSES, LossWatch
 from triplane.unified_ir.federated.study.trial import DeviceScore, RoundRow
 from triplane.unified_ir.files import container
 from triplane.unified_ir.files.container import Container
@@ -42,7 +45,8 @@ ALWAYS_KEPT: Final = frozenset(
 OPEN: Final = ("rounds", "rates")
 """Options that may differ when a study is resumed."""
 ROLES: Final = {
-    "shared": "parameter", "slot": "optimizer", "personal": "personal", "remainder": "buffer",
+    "shared": "parameter", "good": "parameter", "slot": "optimizer",
+    "personal": "personal", "remainder": "buffer",
 }  # fmt: skip
 
 Owned = Mapping[str, Mapping[str, Array]]
@@ -54,7 +58,10 @@ MAX_SHOWN_CHARS: Final = 40
 
 @dataclass(frozen=True, slots=True)
 class StudyProgress:
-    """The progress of a study: arrays of the cloud and of each device, and the measurements."""
+    """The progress of a study: arrays of the cloud and of each device, and the measurements.
+
+    watch, good: of the loss over devices, and the state that it judged good last, empty before.
+    """
 
     shared: Mapping[str, Array]
     slots: Mapping[str, Array] = field(default_factory=dict)
@@ -62,6 +69,8 @@ class StudyProgress:
     remainders: Owned = field(default_factory=dict)
     rounds: tuple[RoundRow, ...] = ()
     scores: tuple[DeviceScore, ...] = ()
+    watch: LossWatch = NO_LOSSES
+    good: Mapping[str, Array] = field(default_factory=dict)
 
 
 def identity(plan: str, study: Any, seen: Shards, unseen: Shards) -> dict[str, str]:
@@ -73,6 +82,9 @@ def identity(plan: str, study: Any, seen: Shards, unseen: Shards) -> dict[str, s
     options = {k: v for k, v in asdict(study).items() if k not in OPEN}
     if options["engine"] == "onnx":
         del options["engine"]  # earlier releases had no other
+    limits = options.pop("robustness")
+    if study.robustness != UNLIMITED:  # earlier releases had no limits
+        options["limits"] = {**limits, "numbers": study.robustness.all_numbers}
     declared = {row.name for row in algorithm(study.algorithm).hyper} | ALWAYS_KEPT
     hyper = {f"hyper.{k}": v for k, v in options.pop("hyper").items() if k in declared}
     facts = {k: json.dumps(v) for k, v in (options | hyper).items()}
@@ -115,6 +127,7 @@ class Keeper:
         progress = {
             "rounds": [asdict(row) for row in place.rounds],
             "scores": [asdict(row) for row in place.scores],
+            "watch": asdict(place.watch),
             STUDY: self.study,
         }
         parts = [
@@ -188,12 +201,19 @@ def _place(file: Container, progress: Mapping[str, Any]) -> StudyProgress:
         remainders=_by_device(arrays["remainder"]),
         rounds=tuple(RoundRow(**row) for row in progress["rounds"]),
         scores=tuple(DeviceScore(**row) for row in progress["scores"]),
+        watch=_watch(progress.get("watch", {})),
+        good=arrays["good"],
     )
+
+
+def _watch(stored: Mapping[str, Any]) -> LossWatch:
+    return LossWatch(**{**stored, "recent": tuple(stored.get("recent", ()))})
 
 
 def _named(place: StudyProgress) -> dict[str, Array]:
     tensors = {f"shared/{k}": x for k, x in place.shared.items()}
     tensors |= {f"slot/{k}": x for k, x in place.slots.items()}
+    tensors |= {f"good/{k}": x for k, x in place.good.items()}
     for kind, owned in (("personal", place.personal), ("remainder", place.remainders)):
         for who, own in owned.items():
             # Quoted, because a device's name may contain the separator "/".

@@ -17,6 +17,7 @@ SCORE_COLUMNS: Final = (
 )  # fmt: skip
 ROUND_COLUMNS: Final = (
     "algorithm", "seed", "round", "devices", "loss", "bytes_up", "bytes_down", "seconds",
+    "scaled",
 )  # fmt: skip
 NAMES: Final = {seen: group for seen, group, _ in GROUPS}
 
@@ -31,9 +32,22 @@ def scores_csv(trials: Sequence[Trial]) -> str:
 
 
 def rounds_csv(trials: Sequence[Trial]) -> str:
-    """Return a row per round and seed; bytes and seconds are of all its devices."""
+    """Return a row per round and seed; bytes and seconds are of all its devices.
+
+    scaled: updates above a norm bound.
+    """
     rows = (
-        (t.algorithm, t.seed, r.number, r.devices, r.loss, r.bytes_up, r.bytes_down, r.seconds)
+        (
+            t.algorithm,
+            t.seed,
+            r.number,
+            r.devices,
+            r.loss,
+            r.bytes_up,
+            r.bytes_down,
+            r.seconds,
+            r.scaled,
+        )
         for t in trials
         for r in t.rounds
     )

@@ -12,21 +12,32 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from triplane.unified_ir.federated.algorithms import Hyper, algorithm
-from triplane.unified_ir.federated.core.draws import Array
+from triplane.unified_ir.federated.algorithms.aggregators import Robustness, reduce_round
+from triplane.unified_ir.federated.core.draws import Array, Draws
 from triplane.unified_ir.federated.core.learn import buffers
+from triplane.unified_ir.federated.core.limits import RoundUpdate
 from triplane.unified_ir.federated.core.metric import Metric
-from triplane.unified_ir.federated.core.reduce import reduce
 from triplane.unified_ir.federated.study.checkpoint import StudyProgress
 
-Next = tuple[Mapping[str, Array], Mapping[str, Array]]
-"""(the shared state after a round, what the server remembers until the next one)."""
+
+@dataclass(frozen=True, slots=True)
+class Next:
+    """What a round becomes. slots: what the server remembers until the next one.
+
+    scaled: updates that were above a norm bound.
+    """
+
+    shared: Mapping[str, Array]
+    slots: Mapping[str, Array]
+    scaled: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedStudy:
     """What a server knows of a study; see `Study`. devices: number of devices in a round.
 
-    plan: digest of the devices' plan. roles: of the shared tensors, by name.
+    population: devices that learn. plan: digest of the devices' plan. roles: of the shared tensors,
+    by name.
     """
 
     algorithm: str
@@ -39,6 +50,8 @@ class ServedStudy:
     plan: str
     roles: Mapping[str, str]
     metric: Metric
+    population: int
+    robustness: Robustness
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +88,10 @@ class StudyServer(Protocol):
     def facts(self) -> Mapping[str, str]:
         """What its results depend on besides the study, by descriptive names."""
 
+    @property
+    def follows_limits(self) -> bool:
+        """Whether it follows the aggregator and the returns of `Study.robustness`."""
+
     def title(self, algorithm: str) -> str:
         """Return the name of a trial in which devices follow this algorithm."""
 
@@ -86,6 +103,7 @@ class MeanServer:
     """The mean of the changes and the algorithm's optimizer, as in a run without a strategy."""
 
     facts: Mapping[str, str] = {}
+    follows_limits = True
 
     def title(self, algorithm: str) -> str:
         """See `StudyServer`."""
@@ -100,8 +118,8 @@ class _MeanRounds:
     """All devices of a round learn; the algorithm's row says how their changes are reduced."""
 
     def __init__(self, study: ServedStudy) -> None:
-        self._row, self._hyper = algorithm(study.algorithm), study.hyper
-        self._buffers = buffers(study.roles)
+        self._row, self._study = algorithm(study.algorithm), study
+        self._buffers = frozenset(buffers(study.roles))
 
     def choose(self, at: StudyProgress, leases: Mapping[str, str]) -> Collection[str]:
         del at
@@ -110,12 +128,20 @@ class _MeanRounds:
     def reduce(self, at: StudyProgress, contributions: Sequence[Contribution]) -> Next:
         # The default argument binds each change; a closure would see the last one. It is copied,
         # because a change may be in a file, where each look at a tensor reads it.
-        opened = [(x.examples, lambda c=x.change: dict(c)) for x in contributions]
-        return reduce(
-            at.shared, at.slots, opened,
-            weighting=self._row.weighting, server=self._row.server, hyper=self._hyper,
-            buffers=self._buffers,
+        updates = [
+            RoundUpdate(x.examples, lambda c=x.change: dict(c))  # type: ignore[misc]
+            for x in contributions
+        ]
+        study, row, number = self._study, self._row, len(at.rounds) + 1
+        shares = row.shares(
+            study.hyper, contributions[0].change, updates=len(updates), members=study.population
+        )
+        done = reduce_round(
+            at.shared, at.slots, updates, robustness=study.robustness,
+            draws=Draws(study.seed, number, "", "buckets"), weighting=row.weighting,
+            server=row.server, hyper=study.hyper, buffers=self._buffers, shares=shares,
         )  # fmt: skip
+        return Next(done.state, done.slots, done.scaled)
 
     def judge(self, at: StudyProgress) -> None:
         del at

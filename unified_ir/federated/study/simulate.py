@@ -23,6 +23,7 @@ from triplane.proto.errors import Conflict, InvalidInput
 from triplane.proto.messages import value_from
 from triplane.proto.suggestions import check_choice
 from triplane.unified_ir.federated.algorithms import Hyper, algorithm, plan_of
+from triplane.unified_ir.federated.algorithms.aggregators import MEAN, Robustness
 from triplane.unified_ir.federated.algorithms.hyper import LR
 from triplane.unified_ir.federated.algorithms.plan import functions_with_state
 from triplane.unified_ir.federated.core import defaults
@@ -59,6 +60,9 @@ TOGETHER: Final = 256
 PERSONAL: Final = "personal"
 START: Final = 0
 """The round whose scores are those of the model that a run begins with."""
+SHARED: Final = "shared"
+GOOD: Final = "good"
+"""Names, in the state of the rules, of the shared state and of the one that it may return to."""
 NOW_S: Final = 0.0
 """The constant clock of a simulation, in which nothing waits."""
 
@@ -99,6 +103,7 @@ class Study:
     seed: int = 0
     run: str = "study"
     engine: str = ENGINE
+    robustness: Robustness = field(default_factory=Robustness)
 
     def __post_init__(self) -> None:
         row = algorithm(self.algorithm)
@@ -142,14 +147,18 @@ def simulate(
     others = dict(unseen or {})
     if both := sorted(shards.keys() & others.keys()):
         raise InvalidInput(f"a device must either take part or be unseen, not both: {both[:4]}")
+    server = server or MeanServer()
+    if not server.follows_limits:
+        limits = replace(study.robustness, aggregator=MEAN, numbers={}, returns=0)
+        study = replace(study, robustness=limits)
     if not shards or study.devices > len(shards):
         raise InvalidInput(f"a round asks {study.devices or 1} devices; there are {len(shards)}")
+    study.robustness.check_count(study.devices or len(shards))
     with TemporaryDirectory() as temporary:
         path = Path(temporary) / PLAN
         # Through a file, so that a study runs exactly the plan that a device would receive.
         digest = plan_of(module, study.algorithm, study.hyper, path).digest
         plan = Plan.load(path, expected_digest=digest)
-    server = server or MeanServer()
     facts = {**identity(digest, study, shards, others), **server.facts}
     keeper = None if folder is None else Keeper(folder, facts)
     simulation = _Simulation(
@@ -203,7 +212,7 @@ class _Simulation:
     def served(self, digest: str) -> ServedStudy:
         """Return what a server knows of this study. digest: the plan's."""
         return value_from(
-            ServedStudy, self.study, devices=self._count(), plan=digest,
+            ServedStudy, self.study, devices=self._count(), plan=digest, population=len(self.seen),
             roles={name: self.plan.roles[name] for name in self.place.shared}, metric=self.metric,
         )  # fmt: skip
 
@@ -247,6 +256,7 @@ class _Simulation:
         plan = machine.RunPlan(
             rounds=study.rounds, devices=count, asked=count, quorum=1, deadline_s=1.0,
             patience_s=0.0, evaluate_every=study.evaluate_every, seed=study.seed,
+            returns=study.robustness.returns,
         )  # fmt: skip
         scorer = self._scorers()[:1]  # the rules only count the rounds
         members = {
@@ -258,8 +268,9 @@ class _Simulation:
             for name, shard in sorted(self.shards.items())
         }  # fmt: skip
         state = machine.RunState(
-            plan=plan, run=study.run, shared="", members=members,
-            turn=(len(self.place.rounds) + 1, False),
+            plan=plan, run=study.run, shared=SHARED, members=members, rules=machine.NEWEST_RULES,
+            turn=(len(self.place.rounds) + 1, False), watch=self.place.watch,
+            good=GOOD if self.place.good else "",
         )  # fmt: skip
         return step(state, machine.Tick(at_s=NOW_S))[0]
 
@@ -280,15 +291,27 @@ class _Simulation:
                     at_s=NOW_S, device=lease.device, lease=lease.id, update=update
                 )
                 state, effects = step(state, arrived)
-            assert any(isinstance(effect, machine.Reduce) for effect in effects)
-            self._reduce(server, leases, learned)
+            reduces = any(isinstance(effect, machine.Reduce) for effect in effects)
+            scaled = self._reduce(state, server, leases, learned) if reduces else self._return()
         took = time.perf_counter() - started
         ended = state.history[-1]
         down = sum(x.nbytes for x in self.place.shared.values()) * len(leases)
-        row = RoundRow(number, len(leases), ended.loss, ended.bytes_up, down, took)
-        self.place = replace(self.place, rounds=(*self.place.rounds, row))
+        row = RoundRow(
+            number, len(leases), ended.loss, ended.bytes_up, down, took, scaled, ended.returned
+        )
+        self.place = replace(self.place, rounds=(*self.place.rounds, row), watch=state.watch)
         self.on_round(row)
-        return step(state, machine.Reduced(at_s=NOW_S, number=number, shared=""))[0]
+        if state.phase is machine.Phase.STOPPED:
+            raise InvalidInput(f"in round {number}, {state.reason}")
+        if not reduces:
+            return replace(state, shared=SHARED)
+        after = step(state, machine.Reduced(at_s=NOW_S, number=number, shared=SHARED))[0]
+        return replace(after, good=GOOD if self.place.good else "")
+
+    def _return(self) -> int:
+        """Take the last good state; no update is reduced."""
+        self.place = replace(self.place, shared=self.place.good, slots={})
+        return 0
 
     def _learn_all(
         self, number: int, leases: Sequence[machine.Lease]
@@ -380,16 +403,21 @@ class _Simulation:
 
     def _reduce(
         self,
+        state: machine.RunState,
         server: RoundServer,
         leases: Sequence[machine.Lease],
         learned: Sequence[tuple[Arrays, machine.Update]],
-    ) -> None:
+    ) -> int:
+        """Make the next shared state, and return how many updates were scaled."""
         contributions = [
             Contribution(lease.device, lease.id, update.examples, update.loss, change)
             for lease, (change, update) in zip(leases, learned, strict=True)
         ]
-        shared, slots = server.reduce(self.place, contributions)
-        self.place = replace(self.place, shared=shared, slots=slots)
+        after = server.reduce(self.place, contributions)
+        is_good = state.plan.returns > 0 and not state.watch.bad
+        good = self.place.shared if is_good else self.place.good
+        self.place = replace(self.place, shared=after.shared, slots=after.slots, good=good)
+        return after.scaled
 
     def _score(self, state: machine.RunState) -> machine.RunState:
         """Adapt and score every device with held-out samples; the rules get one device's event."""

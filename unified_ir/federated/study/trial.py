@@ -22,7 +22,10 @@ FEW: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.
 
 @dataclass(frozen=True, slots=True)
 class RoundRow:
-    """One round. bytes_up, bytes_down: tensors of all its devices; loss: weighted by examples."""
+    """One round. bytes_up, bytes_down: tensors of all its devices; loss: weighted by examples.
+
+    scaled: updates above a norm bound. returned: why the study returned to an earlier state, or "".
+    """
 
     number: int
     devices: int
@@ -30,6 +33,8 @@ class RoundRow:
     bytes_up: int
     bytes_down: int
     seconds: float
+    scaled: int = 0
+    returned: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,13 @@ class Turns:
         change = {n: np.full_like(x, by) for n, x in STATE.items() if x.dtype.kind == "f"}
         facts = {"run": RUN, "round": number, "lease": lease(number, device)}
         write_update(path, change, compression="", keep=1.0, seed=0, **facts)
-        return {"path": str(path), "lease": lease(number, device), "examples": 10, "loss": 0.5}
+        return {
+            "path": str(path),
+            "lease": lease(number, device),
+            "examples": 10,
+            "loss": 0.5,
+            "norms": None,
+        }
 
 
 def lease(number, device):
@@ -90,6 +96,7 @@ def order_of(folder, strategy="FedAvg", **changes):
         "run": RUN, "strategy": strategy, "file": "", "attribute": "", "sha256": "",
         "wraps": SHIPPED[strategy.lower()].wraps, "options": {}, "app": False, "rounds": 2,
         "evaluate_every": 0, "quorum": 5, "devices": 5, "proximal": 0.01, "lr": 0.1, "seed": 7,
+        "norm_bound": "off", "max_examples": 1 << 40,
         "number": 1, "evaluates": False, "state": str(state), "memory": "", "plan": DIGEST,
         "roles": ROLES, "folder": str(folder), **changes,
     }  # fmt: skip
@@ -233,7 +240,7 @@ def test_every_strategy_goes_through_a_run_or_says_what_it_needs(row, tmp_path):
         return
     pipe = drive(order, Turns(tmp_path))
     kinds = [sorted(said) for said in pipe.said]
-    aggregated = ["memory", "metrics", "state"]
+    aggregated = ["memory", "metrics", "scaled", "state"]
     assert kinds == [["asked"], aggregated, ["asked"], aggregated, ["asked"], ["metrics"]]
     assert sorted(pipe.said[0]["asked"]) == list(DEVICES)
     found = state_of(pipe.said[3])

@@ -36,7 +36,8 @@ def order_of(strategy="FedAvg", **changes):
     return {
         "run": "0" * 16, "strategy": strategy, "file": "", "attribute": "", "sha256": "",
         "wraps": False, "options": {}, "app": False, "rounds": 1, "evaluate_every": 0, "quorum": 1,
-        "devices": 2, "proximal": 0.0, "lr": 0.1, "seed": 0, **changes,
+        "devices": 2, "proximal": 0.0, "lr": 0.1, "seed": 0,
+        "norm_bound": "off", "max_examples": 1 << 40, **changes,
     }  # fmt: skip
 
 

@@ -10,13 +10,20 @@ from tests.cloud.federation import given as clouds
 from tests.device.devices import cloud_of
 from tests.federated.study import given
 from tests.support.deadlines import within
+from tests.support.liars import LyingServer, scaled
 
 from triplane.cloud.federation.flower import spec as flower_spec
 from triplane.cloud.federation.flower.study import FlowerServer
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import Conflict, InvalidInput, MissingExtra, NotFound, Unavailable
 from triplane.unified_ir.convert.conversion import read_model
-from triplane.unified_ir.federated.algorithms import Algorithm, Hyper, module_of, registered
+from triplane.unified_ir.federated.algorithms import (
+    Algorithm,
+    Hyper,
+    Robustness,
+    module_of,
+    registered,
+)
 from triplane.unified_ir.federated.algorithms.table import ALGORITHMS
 from triplane.unified_ir.federated.core.reduce import ServerOptimizer
 from triplane.unified_ir.federated.study import Study, simulate
@@ -263,3 +270,29 @@ def test_a_study_predicts_a_run_of_the_same_strategy_over_grpc_to_the_bit(tmp_pa
         np.testing.assert_array_equal(
             ours.state[name].array, theirs.state[name].array, err_msg=name
         )
+
+
+@pytest.mark.long
+@needs_flwr
+def test_a_change_is_scaled_before_the_strategy_sees_it(tmp_path):
+    def lied(study, strategy=None):
+        return run(study, LyingServer({"device-1"}, scaled(1e6), server=strategy))
+
+    ours, theirs = (lied(given.study(), x) for x in (None, server(tmp_path, "fedavg")))
+    assert_near(ours, theirs)
+    assert [r.scaled for r in theirs.rounds] == [1] * len(theirs.rounds)
+    off = given.study(robustness=Robustness(norm_bound="off"), rounds=1)
+    free = lied(off, server(tmp_path, "fedavg"))
+    assert max(float(np.abs(x).max()) for x in free.state.values()) > 1e3
+
+
+@needs_flwr
+def test_a_private_strategy_has_no_bound_that_depends_on_other_updates(tmp_path):
+    spec = pb.Spec(
+        model="m", flower=pb.Flower(strategy="DifferentialPrivacyServerSideFixedClipping")
+    )
+    flower_spec.fill_flower(spec, tmp_path)
+    assert spec.robustness.norm_bound == "off"
+    spec.robustness.norm_bound = "adaptive"
+    with pytest.raises(InvalidInput, match="no private strategy"):
+        flower_spec.fill_flower(spec, tmp_path)

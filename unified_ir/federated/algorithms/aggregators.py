@@ -1,0 +1,268 @@
+"""The ways to combine the updates of a round, one row each: the mean, and means that resist liars.
+
+A row declares its numbers as algorithms do. `bucketing+NAME` gives means of a few updates each to
+the row NAME.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.algorithms.hyper import NOT_NEGATIVE, Hyperparameter, HyperRule
+from triplane.unified_ir.federated.core import robust
+from triplane.unified_ir.federated.core.draws import Array, Draws
+from triplane.unified_ir.federated.core.limits import (
+    ADAPTIVE,
+    OFF,
+    RoundUpdate,
+    check_norm_bound,
+    limited,
+)
+from triplane.unified_ir.federated.core.reduce import MAX_EXAMPLES, ServerHyper, ServerOptimizer
+from triplane.unified_ir.federated.core.reduce import reduce as reduce_updates
+from triplane.unified_ir.federated.core.spoilt import MAX_RETURNS
+
+MEAN: Final = "mean"
+BUCKETING: Final = "bucketing"
+Numbers = Mapping[str, float]
+
+# fmt: off
+_TRIM: Final = Hyperparameter(
+    "trim", 0.2, HyperRule("above 0 and below 0.5", 0, 0.5, low_open=True, high_open=True),
+    "For trimmed-mean: share of the updates to leave out at each end.",
+)
+_BYZANTINE: Final = Hyperparameter(
+    "byzantine", 1, HyperRule("a whole number from 1 to 10000", 1, 10_000, whole=True),
+    "For krum and multi-krum: number of devices of a round that may lie.",
+)
+_RADIUS: Final = Hyperparameter(
+    "radius", 0.0, NOT_NEGATIVE,
+    "For centred-clip: distance to clip to; 0 for the lower median of the norms.",
+)
+_ITERATIONS: Final = Hyperparameter(
+    "clip_iterations", 3, HyperRule("a whole number from 1 to 100", 1, 100, whole=True),
+    "For centred-clip: iterations.",
+)
+_BUCKET_SIZE: Final = Hyperparameter(
+    "bucket_size", 2, HyperRule("a whole number from 2 to 1000", 2, 1000, whole=True),
+    "For bucketing: updates of a bucket.",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aggregator:
+    """One way to combine updates. breakdown: how many liars among n it resists, for people.
+
+    least: number of updates that it needs. entries, weights: its rule with the numbers bound, for n
+    updates; see `core.robust`. Both are None for the mean.
+    """
+
+    name: str
+    source: str
+    summary: str
+    breakdown: str
+    numbers: tuple[Hyperparameter, ...] = ()
+    least: Callable[[Numbers], int] = lambda _: 1
+    entries: Callable[[Numbers], robust.Entries] | None = None
+    weights: Callable[[Numbers], robust.Weights] | None = None
+
+
+def _krum(numbers: Numbers) -> robust.Weights:
+    return lambda products: robust.krum(products, byzantine=int(numbers["byzantine"]), kept=1)
+
+
+def _multi_krum(numbers: Numbers) -> robust.Weights:
+    f = int(numbers["byzantine"])
+    # At least one, since buckets that were left out may leave fewer.
+    return lambda products: robust.krum(products, byzantine=f, kept=max(1, len(products) - f))
+
+
+def _centred_clip(numbers: Numbers) -> robust.Weights:
+    radius, iterations = numbers["radius"], int(numbers["clip_iterations"])
+    return lambda products: robust.centred_clip(products, radius=radius, iterations=iterations)
+
+
+_ROWS: Final = (
+    Aggregator(
+        name=MEAN, source="McMahan et al. 2017, arXiv 1602.05629",
+        summary="the mean, weighted as the algorithm says", breakdown="0, but for the norm bound",
+    ),
+    Aggregator(
+        name="median", source="Yin et al. 2018, arXiv 1803.01498, option I",
+        summary="the median of each entry", breakdown="fewer than n / 2",
+        least=lambda _: 3, entries=lambda _: robust.median,
+    ),
+    Aggregator(
+        name="trimmed-mean", source="Yin et al. 2018, arXiv 1803.01498, option II",
+        summary="the mean of each entry without the smallest and the largest",
+        breakdown="floor(trim n)", numbers=(_TRIM,),
+        least=lambda numbers: math.ceil(1 / numbers["trim"] - 1e-9),
+        entries=lambda numbers: lambda block: robust.trimmed_mean(block, trim=numbers["trim"]),
+    ),
+    Aggregator(
+        name="krum", source="Blanchard et al. 2017, arXiv 1703.02757",
+        summary="the update that is closest to its neighbours",
+        breakdown="byzantine, with n >= 2 byzantine + 3", numbers=(_BYZANTINE,),
+        least=lambda numbers: 2 * int(numbers["byzantine"]) + 3, weights=_krum,
+    ),
+    Aggregator(
+        name="multi-krum", source="Blanchard et al. 2017, arXiv 1703.02757, section 4",
+        summary="the mean of the n - byzantine updates that are closest to their neighbours",
+        breakdown="byzantine, with n >= 2 byzantine + 3", numbers=(_BYZANTINE,),
+        least=lambda numbers: 2 * int(numbers["byzantine"]) + 3, weights=_multi_krum,
+    ),
+    Aggregator(
+        name="centred-clip", source="Karimireddy et al. 2021, arXiv 2012.10333, without momentum",
+        summary="the mean of updates that are clipped around it",
+        breakdown="about n / 10, by its source", numbers=(_RADIUS, _ITERATIONS),
+        least=lambda _: 3, weights=_centred_clip,
+    ),
+)
+# fmt: on
+AGGREGATORS: Final = {row.name: row for row in _ROWS}
+NUMBERS: Final = {n.name: n for row in _ROWS for n in row.numbers} | {
+    _BUCKET_SIZE.name: _BUCKET_SIZE
+}
+BUCKETING_SOURCE: Final = "Karimireddy et al. 2022, arXiv 2006.09365"
+
+
+def aggregator(name: str) -> Aggregator:
+    """Return the row of that name; for bucketing+NAME one that needs enough buckets.
+
+    InvalidInput lists the existing names.
+    """
+    first, plus, rest = name.rpartition("+")
+    row = AGGREGATORS.get(rest)
+    if row is None or (plus and (first != BUCKETING or rest == MEAN)):
+        raise InvalidInput(
+            f"no aggregator {name[:80]!r}; choose from {', '.join(AGGREGATORS)}, or put "
+            f"{BUCKETING}+ before a robust one, as in {BUCKETING}+median"
+        )
+    if not plus:
+        return row
+
+    def least(numbers: Numbers) -> int:
+        return (row.least(numbers) - 1) * int(numbers["bucket_size"]) + 1
+
+    return Aggregator(
+        name=name, source=f"{BUCKETING_SOURCE}; {row.source}",
+        summary=f"{row.summary}, of means of bucket-size updates",
+        breakdown=f"as {row.name} in buckets", numbers=(*row.numbers, _BUCKET_SIZE),
+        least=least, entries=row.entries, weights=row.weights,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Robustness:
+    """What limits the devices of a run or study.
+
+    norm_bound, max_examples: see `core.limits.limited`. aggregator: the name of a row. numbers: of
+    that row, where they are not its defaults. returns: how often a spoilt state may be replaced by
+    the last good one, see `core.spoilt`. InvalidInput: a value is not valid.
+    """
+
+    norm_bound: str = ADAPTIVE
+    max_examples: int = 0
+    aggregator: str = MEAN
+    numbers: Numbers = field(default_factory=dict)
+    returns: int = MAX_RETURNS
+
+    def __post_init__(self) -> None:
+        check_norm_bound(self.norm_bound)
+        if not 0 <= self.max_examples <= MAX_EXAMPLES:
+            raise InvalidInput(
+                f"the largest weight is 1 to {MAX_EXAMPLES} examples, or 0 for three medians; got "
+                f"{self.max_examples}"
+            )
+        if self.returns < 0:
+            raise InvalidInput(f"a run returns 0 times or more, got {self.returns}")
+        declared = {number.name: number for number in self.row.numbers}
+        if odd := sorted(self.numbers.keys() - declared.keys()):
+            names = ", ".join(declared) or "none"
+            raise InvalidInput(f"{self.aggregator} has no number {odd[0][:40]!r}; it has {names}")
+        for name, value in self.numbers.items():
+            declared[name].check(value)
+
+    @property
+    def row(self) -> Aggregator:
+        """The aggregator."""
+        return aggregator(self.aggregator)
+
+    @property
+    def all_numbers(self) -> dict[str, float]:
+        """The numbers of the aggregator, with their defaults."""
+        return {n.name: self.numbers.get(n.name, n.default) for n in self.row.numbers}
+
+    @property
+    def warning(self) -> str:
+        """What is not protected, in a few words, or empty."""
+        return "no norm bound: one device can replace the model" if self.norm_bound == OFF else ""
+
+    def check_count(self, least: int) -> None:
+        """Raise InvalidInput if a round of so few updates is too small for the aggregator."""
+        needed = self.row.least(self.all_numbers)
+        if least < needed:
+            numbers = ", ".join(f"{k} {v:g}" for k, v in self.all_numbers.items())
+            of = f" with {numbers}" if numbers else ""
+            raise InvalidInput(
+                f"the aggregator {self.aggregator}{of} needs at least {needed} updates in each "
+                f"round; a round may have {least}. Ask more devices, or choose another aggregator"
+            )
+
+
+UNLIMITED: Final = Robustness(norm_bound=OFF, max_examples=MAX_EXAMPLES, returns=0)
+"""That of runs which began under releases without limits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """The next state and the optimizer's slots. scaled: updates that were above a norm bound."""
+
+    state: dict[str, Array]
+    slots: dict[str, Array]
+    scaled: int
+
+
+def reduce_round(
+    state: Mapping[str, Array],
+    slots: Mapping[str, Array],
+    updates: Sequence[RoundUpdate],
+    *,
+    robustness: Robustness,
+    draws: Draws,
+    weighting: str,
+    server: ServerOptimizer,
+    hyper: ServerHyper,
+    buffers: frozenset[str] = frozenset(),
+    shares: Mapping[str, float] | None = None,
+) -> Reduction:
+    """Reduce a round within its limits; see `core.reduce.reduce` for the other arguments.
+
+    draws: of the round; they order updates into buckets.
+    """
+    bounded, scaled = limited(
+        updates, norm_bound=robustness.norm_bound, max_examples=robustness.max_examples,
+        buffers=buffers,
+    )  # fmt: skip
+    row, numbers = robustness.row, robustness.all_numbers
+
+    def combine(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Array]:
+        size = numbers.get("bucket_size")
+        order = draws.permutation(len(bounded)).tolist() if size else []
+        return robust.aggregate(
+            shapes, bounded, buffers=buffers,
+            entries=row.entries(numbers) if row.entries else None,
+            weights=row.weights(numbers) if row.weights else None,
+            buckets=robust.bucket_means(order, int(size)) if size else None,
+        )  # fmt: skip
+
+    after, next_slots = reduce_updates(
+        state, slots, [(u.examples, u.open) for u in bounded], weighting=weighting, server=server,
+        hyper=hyper, buffers=buffers, shares=shares,
+        combine=None if row.name == MEAN else combine,
+    )  # fmt: skip
+    return Reduction(after, next_slots, scaled)

@@ -1,0 +1,171 @@
+"""Limits for what one device can do to a round: the norm of its change, and its weight.
+
+    change' = change * min(1, bound / ||change||),   weight' = min(examples, most)
+
+The bound is `NORM_FACTOR` times the lower median of the round's norms, so it follows the devices
+and needs no setting; less than half of them can move it beyond what honest ones send. Parameters
+and buffers have a norm and a bound each, because a change of statistics of batches can spoil a
+model as well. The limits depend on the round's updates alone, so a repeated reduction gives the
+same bits, and a round in which nothing is above them gives those of the plain mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.core.draws import Array
+
+NORM_FACTOR: Final = 3.0
+"""Bound of a round's norms, in lower medians. In studies of the digits, even and with few
+classes for each device, the largest norm of a round is 1.2 to 1.5 of them in the median, and up to
+3.1; with SCAFFOLD up to 4.9, as a device that comes late has control variates of 0."""
+EXAMPLES_FACTOR: Final = 3
+"""Largest weight of an update, in lower medians of the round's numbers of examples."""
+ADAPTIVE: Final = "adaptive"
+OFF: Final = "off"
+CHUNK: Final = 1 << 16
+
+Change = Mapping[str, Array]
+Norms = tuple[float, float]
+"""L2 norms of a change: (parameters, buffers)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundUpdate:
+    """An update of a round. open: returns the change. norms: if they are known."""
+
+    examples: int
+    open: Callable[[], Change]
+    norms: Norms | None = None
+
+
+def check_norm_bound(text: str) -> None:
+    """Raise InvalidInput unless the text is "adaptive", "off" or a number above 0."""
+    if text in {ADAPTIVE, OFF}:
+        return
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise InvalidInput(
+            f"the norm bound is {ADAPTIVE!r}, {OFF!r} or a number above 0, got {text[:40]!r}"
+        )
+
+
+def norms_of(change: Change, buffers: Collection[str]) -> Norms:
+    """Return the norms of a change; infinite if float64 cannot hold one."""
+    names = sorted(change)
+    return (
+        _norm([change[n] for n in names if n not in buffers]),
+        _norm([change[n] for n in names if n in buffers]),
+    )
+
+
+def check_fits(shapes: Mapping[str, tuple[int, ...]], change: Change) -> None:
+    """Raise InvalidInput unless a change has exactly these tensors."""
+    if change.keys() != shapes.keys():
+        odd = sorted(change.keys() ^ shapes.keys())[:4]
+        raise InvalidInput(f"an update holds the shared float tensors; it differs in {odd}")
+    for name, shape in shapes.items():
+        if change[name].shape != shape:
+            raise InvalidInput(f"{name!r} is {shape}, the update has {change[name].shape}")
+
+
+def limited(
+    updates: Sequence[RoundUpdate],
+    *,
+    norm_bound: str,
+    max_examples: int,
+    buffers: Collection[str],
+) -> tuple[list[RoundUpdate], int]:
+    """Return the updates within the limits, and how many of them were scaled.
+
+    norm_bound: "adaptive", "off", or the bound of parameters as a number; that of buffers is then
+    adaptive. max_examples: largest weight; 0 for `EXAMPLES_FACTOR` medians.
+    """
+    if not updates:
+        return [], 0
+    most = max_examples or EXAMPLES_FACTOR * lower_median([u.examples for u in updates])
+    factors = _factors(updates, norm_bound, buffers)
+    scaled = sum(min(pair) < 1 for pair in factors)
+    bounded = [
+        RoundUpdate(min(u.examples, int(most)), _opening(u.open, pair, buffers))
+        for u, pair in zip(updates, factors, strict=True)
+    ]
+    return bounded, scaled
+
+
+def lower_median(values: Sequence[float]) -> float:
+    """Return the lower median of at least one value: the smaller of two."""
+    return sorted(values)[(len(values) - 1) // 2]
+
+
+def _factors(
+    updates: Sequence[RoundUpdate], norm_bound: str, buffers: Collection[str]
+) -> list[tuple[float, float]]:
+    if norm_bound == OFF:
+        return [(1.0, 1.0)] * len(updates)
+    norms = [u.norms or norms_of(u.open(), buffers) for u in updates]
+    parameters, statistics = (
+        NORM_FACTOR * lower_median([pair[group] for pair in norms]) for group in (0, 1)
+    )
+    if norm_bound != ADAPTIVE:
+        parameters = float(norm_bound)
+    return [(_factor(p, parameters), _factor(s, statistics)) for p, s in norms]
+
+
+def _factor(norm: float, bound: float) -> float:
+    return bound / norm if norm > bound else 1.0
+
+
+def _opening(
+    open_change: Callable[[], Change], factors: tuple[float, float], buffers: Collection[str]
+) -> Callable[[], Change]:
+    if min(factors) == 1:
+        return open_change  # itself, so that nothing is copied and no bit changes
+    return lambda: {name: _times(x, factors[name in buffers]) for name, x in open_change().items()}
+
+
+def _times(x: Array, factor: float) -> Array:
+    if factor == 1:
+        return x
+    # At least float32, where a small share of a float16 would be 0. The product is of float64: a
+    # factor of 1e-44 is 0 in float32.
+    product = np.empty(x.shape, np.promote_types(x.dtype, np.float32))
+    source, target = x.reshape(-1), product.reshape(-1)
+    for at in range(0, source.size, CHUNK):
+        part = slice(at, at + CHUNK)
+        target[part] = np.multiply(source[part], np.float64(factor), dtype=np.float64)
+    return product
+
+
+def _norm(arrays: Sequence[Array]) -> float:
+    # Squares of float64 can overflow, those of smaller types cannot in float64.
+    large = [x for x in arrays if x.dtype.itemsize > np.dtype(np.float32).itemsize and x.size]
+    exponent = max((math.frexp(_largest(x))[1] for x in large), default=0)
+    # Powers of two, so that scaling rounds nothing.
+    unit = math.ldexp(1.0, -max(exponent, 0))
+    total = math.fsum(s for x in arrays for s in _squares(x, unit))
+    return math.sqrt(total) / unit if unit else math.inf
+
+
+def _largest(x: Array) -> float:
+    flat = x.reshape(-1)
+    return max(
+        max(float(part.max()), -float(part.min()))
+        for part in (flat[at : at + CHUNK] for at in range(0, flat.size, CHUNK))
+    )
+
+
+def _squares(x: Array, unit: float) -> list[float]:
+    """Return the sums of squares of x * unit over its chunks."""
+    flat = x.reshape(-1)
+    parts = (flat[at : at + CHUNK].astype(np.float64) for at in range(0, flat.size, CHUNK))
+    return [float(np.square(part * unit if unit != 1 else part).sum()) for part in parts]
