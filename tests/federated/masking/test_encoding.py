@@ -199,6 +199,8 @@ def test_sums_that_no_devices_can_have_are_refused():
     for weight in (2, 16):
         with pytest.raises(InvalidInput, match=f"add up to 3 to 15, got {weight}"):
             encoding.decode([total, np.array([weight], np.uint64)], 3, cohort=3)
+    with pytest.raises(InvalidInput, match="of 3 devices cannot come from a cohort of 2"):
+        encoding.decode([total, np.array([3], np.uint64)], 3, cohort=2)
     with pytest.raises(InvalidInput, match=r"the sum of section 0 is uint64\[256\]"):
         encoding.decode([total[:9], np.array([3], np.uint64)], 3, cohort=3)
 

@@ -151,6 +151,8 @@ class UpdateEncoding:
         cohort: devices that the round began with, which decide the modulus.
         InvalidInput if no such sum is possible, for example because a device lied about its weight.
         """
+        if devices > cohort:
+            raise InvalidInput(f"a sum of {devices} devices cannot come from a cohort of {cohort}")
         *vectors, weights = sums
         weight = int(weights[0])
         if not devices <= weight <= devices * self.cap:
