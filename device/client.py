@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from triplane.device.enrolling import enrol
 from triplane.device.home import DEFAULT_HOME, DeviceHome, DeviceSettings, SessionNote
 from triplane.device.samples import Source, shard_of
-from triplane.device.signed_plans import note_metadata
+from triplane.device.seen_metadata import note_metadata
 from triplane.device.stopping import StopToken, TaskExpired, Withdrawn
 from triplane.device.tasks import MAX_REASON_CHARS, Task, WorkSet, work_set_of
 from triplane.proto import federation_pb2 as pb

@@ -5,9 +5,7 @@ enrolment (`proto/signed/`). What was signed names the tensors that may leave th
 smallest round in which the plan may run; the owner's settings may ask for more.
 """
 
-import hashlib
 import json
-import logging
 import subprocess
 import sys
 import time
@@ -19,15 +17,12 @@ import grpc
 
 from triplane.device.home import DeviceHome, DeviceSettings
 from triplane.device.tasks import Task
-from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, TriplaneError, Unavailable
 from triplane.proto.plan_statement import MAX_LEAST, Least, PlanStatement
 from triplane.proto.targets import SignedTarget, read_target
 from triplane.unified_ir.federated.core.learn import Shard, episode_sizes, shared, takes_episodes
 from triplane.unified_ir.files.container import Container
 from triplane.unified_ir.runtime.plan import Plan
-
-logger = logging.getLogger(__name__)
 
 RECHECK_S: Final = 3600.0
 """Time after which a plan that a device goes on running is looked up in the metadata again."""
@@ -186,26 +181,6 @@ def _answer(data: bytes, log: bytes) -> SignedTarget:
     if "unavailable" in answer:
         raise Unavailable(str(answer["unavailable"]))
     return read_target(answer["path"], answer["length"], answer["hashes"], answer["custom"])
-
-
-def note_metadata(home: DeviceHome, offer: pb.Offer) -> None:
-    """Add to an offer which metadata the device has verified, so that a restored cloud notices.
-
-    The files are the device's own and were verified before they were stored, so they are read as
-    plain JSON; nothing is added if one is missing.
-    """
-    folder = home.trust / "metadata"
-    try:
-        timestamp = (folder / "timestamp.json").read_bytes()
-        versions: dict[str, int] = {}
-        for name in ("snapshot.json", "timestamp.json"):
-            signed = json.loads((folder / name).read_bytes())["signed"]
-            pins = {pin.removesuffix(".json"): m["version"] for pin, m in signed["meta"].items()}
-            versions |= pins | {name.removesuffix(".json"): signed["version"]}
-        offer.metadata_versions.update(versions)
-        offer.metadata_sha256 = hashlib.sha256(timestamp).digest()
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        logger.debug("no metadata in the offer", extra={"reason": str(error)})
 
 
 def require_root(home: DeviceHome) -> None:

@@ -11,7 +11,11 @@ from triplane.unified_ir import nn, optim, train
 from triplane.unified_ir.cli.simulate import simulate
 
 ARGS = ("--data", "digits", "--population", "3", "--rounds", "1", "--steps", "1", "--seeds", "2")
-WAY_OUT = ("track_running_stats=False", "GroupNorm", "fedavg, fedprox, fedadam, reptile")
+WAY_OUT = (
+    "track_running_stats=False",
+    "GroupNorm",
+    "fedavg, fedprox, fedadam, fedavgm, scaffold, reptile",
+)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,9 @@ def test_a_new_cloud_has_all_it_needs_and_its_offline_keys_lie_elsewhere(tmp_pat
     assert sorted(path.stem for path in home.keys.glob("*.pem")) == [
         "auto", "snapshot", "timestamp",
     ]  # fmt: skip
-    assert sorted(path.stem for path in made.offline) == ["release", "root", "targets"]
+    assert sorted(path.stem for path in made.offline) == [
+        "plans", "release", "root", "targets",
+    ]  # fmt: skip
     assert all(path.is_relative_to(tmp_path / "away") for path in made.offline)
     operator = IdentityFolder(home.operator).load()
     assert (operator.name, operator.cloud) == ("operator", "127.0.0.1:8443")

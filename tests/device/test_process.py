@@ -67,6 +67,14 @@ def test_a_whole_run_imports_nothing_of_weight(tmp_path):
     assert not WEIGHTLESS.findall(log)
 
 
+def test_the_process_of_the_session_imports_neither_onnxruntime_nor_what_verifies():
+    """16 MB that the child has already."""
+    heavy = "{'onnxruntime', 'tuf', 'cryptography', 'onnx'}"
+    code = f"import sys, triplane.device.client; sys.exit(str({heavy} & set(sys.modules) or ''))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == ""
+
+
 def test_it_is_ready_within_a_second_of_a_free_processor(tmp_path):
     """Processor seconds, which other processes of the machine do not lengthen."""
 

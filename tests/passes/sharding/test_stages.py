@@ -157,7 +157,7 @@ def test_memory_is_a_limit():
     ("stages", "count", "why"),
     [
         (40, 2, "too few for 40 stages"),
-        (0, 2, "devices must be a number from 1"),
+        (0, 2, "stages must be a number from 1 to 4096, got 0"),
         (2, 0, "microbatches is a whole number from 1 to 4,096, got 0"),
         (2, 2, "has the size N, which is not given"),
     ],
