@@ -51,9 +51,7 @@ def test_a_claim_of_examples_counts_three_medians_at_most():
 @pytest.mark.parametrize("devices", [1, 2, 6])
 def test_an_honest_study_of_different_devices_does_not_return(devices):
     of, shards = given.least_squares(24)
-    made = Study(
-        algorithm="fedavg", rounds=60, devices=devices, steps=6, batch_size=40
-    )
+    made = Study(algorithm="fedavg", rounds=60, devices=devices, steps=6, batch_size=40)
     trial = simulate(of, shards, made)
     assert not any(r.returned for r in trial.rounds)
 

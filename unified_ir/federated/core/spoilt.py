@@ -7,8 +7,8 @@ median over the devices, which no half of them can raise, judges that state. It 
 
 with `first` the loss of the run's first round, and `worst` the highest of the last `RECENT` good
 rounds. Not the lowest: rounds ask different devices, so honest losses differ from round to round,
-and one claim of 0 would make the next ten rounds bad. A round that at least half of its devices
-decline is bad, too: they do where their loss is not finite. After `PATIENCE` bad rounds in a row
+and one claim of 0 would make the next ten rounds bad. A round that most of its devices decline
+is bad, too: they do where their loss is not finite. After `PATIENCE` bad rounds in a row
 the run returns to its last good state: the one at the start of the newest good round.
 """
 

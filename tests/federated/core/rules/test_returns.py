@@ -30,7 +30,17 @@ from triplane.unified_ir.federated.core.spoilt import (
     most_loss,
 )
 
-from .runs import all_decline, begun, reduces, step, update
+from .runs import (
+    DEVICES,
+    all_arrive,
+    all_decline,
+    arrived,
+    begun,
+    declined,
+    reduces,
+    step,
+    update,
+)
 
 BAD = [50.0] * PATIENCE
 
@@ -125,6 +135,17 @@ def test_devices_that_decline_a_state_make_the_run_return():
     assert "most devices declined (0 updates of 2 needed)" in state.history[-1].returned
     state, _ = step(state, Tick(at_s=90.0))
     assert (state.phase, state.turn) == (Phase.COLLECTING, (3, False))
+
+
+def test_half_of_the_devices_do_not_make_a_run_return_by_declining():
+    state, _ = begun(DEVICES[:2], devices=2, asked=2, rounds=40, returns=2)
+    state, _ = all_arrive(state)
+    state, _ = step(state, Reduced(at_s=1.0, number=1, shared="s1"))
+    for k in range(PATIENCE):
+        state, _ = step(state, Tick(at_s=10.0 * (k + 1)))
+        state, _ = step(state, declined(state, "ada", 10.0 * (k + 1)))
+        state, _ = step(state, arrived(state, "bea", 10.0 * (k + 1)))
+    assert (state.watch.bad, state.attempt, state.shared) == (0, PATIENCE, "s1")
 
 
 def test_devices_that_are_lost_are_no_sign_of_a_spoilt_state():
