@@ -19,6 +19,7 @@ from triplane.cloud.store import Database
 from triplane.cloud.tasks import BackgroundTasks
 from triplane.cloud.trust import MetadataRepository
 from triplane.cloud.trust.expiring import due
+from triplane.cloud.trust.repository import MAX_OVERTAKEN
 from triplane.proto.blobs import BlobFolder
 from triplane.proto.disk import write_atomic
 from triplane.proto.errors import TriplaneError
@@ -41,6 +42,8 @@ FRESH_AT_MOST_S: Final = 3600.0
 WARN_EVERY_S: Final = 86_400.0
 OVERTAKE_EVERY_S: Final = 60.0
 """Shortest time between two increases of metadata versions for nodes that have seen higher ones."""
+RAISED_EVERY_S: Final = 86_400.0
+"""Time in which all such increases together are at most `MAX_OVERTAKEN`."""
 OPERATOR_LOOK_S: Final = 6 * 3600.0
 COLLECT_FIRST_S: Final = 3600.0
 COLLECT_EVERY_S: Final = 86_400.0
@@ -63,7 +66,8 @@ class MetadataUpkeep:
         self._tasks, self._clock = tasks, clock
         self._noting = asyncio.Lock()
         self._published = asyncio.Event()
-        self._warned_s = self._overtook_s = -math.inf
+        self._warned_s = self._overtook_s = self._raised_since_s = -math.inf
+        self._raised = 0
 
     def start(self) -> None:
         """Begin to sign metadata again before it expires."""
@@ -99,7 +103,21 @@ class MetadataUpkeep:
             self._overtook_s = now_s
             facts = {"machine": name, "seen": seen, "ours": self._repository.versions()}
             logger.warning("a machine has seen newer metadata; was a backup restored?", extra=facts)
-            self._tasks.spawn(self._overtake(name, seen), "numbers after a restore")
+            if self._may_follow(self._repository.lead(seen), now_s):
+                self._tasks.spawn(self._overtake(name, seen), "numbers after a restore")
+
+    def _may_follow(self, lead: int, now_s: float) -> bool:
+        """Return whether versions may rise that far today, and count it.
+
+        Any device can claim to have seen higher ones, again and again. A jump of a million between
+        two refreshes would lock machines out (`proto.signed.metadata.MAX_VERSION_JUMP`).
+        """
+        if now_s - self._raised_since_s > RAISED_EVERY_S:
+            self._raised_since_s, self._raised = now_s, 0
+        if self._raised + lead > MAX_OVERTAKEN:
+            return False
+        self._raised += lead
+        return True
 
     async def _overtake(self, name: str, seen: Mapping[str, int]) -> None:
         try:

@@ -31,11 +31,13 @@ def enrol(
     # A running device would go on with the identity that it has loaded.
     if home.is_held:
         raise Conflict(f"a process works in {home.path}; stop it before it gets a new identity")
-    require_one_cloud(home.trust, home.identity, Token.parse(token), "device")
+    require_one_cloud(home.identity, Token.parse(token), "device")
     home.make()
     _get_certificate(home, token, address)
-    fetch_root(home.trust, home.identity, "device", root)
+    # Before the root, which is what completes an enrolment: one that was interrupted later cannot
+    # be repeated with the same token.
     home.save_settings(settings)
+    fetch_root(home.trust, home.identity, "device", root)
     return home.note_certificate()
 
 

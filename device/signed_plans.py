@@ -21,9 +21,9 @@ from triplane.device.home import DeviceHome, DeviceSettings
 from triplane.device.tasks import Task
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, TriplaneError, Unavailable
-from triplane.proto.plan_statement import Least, PlanStatement
+from triplane.proto.plan_statement import MAX_LEAST, Least, PlanStatement
 from triplane.proto.targets import SignedTarget, read_target
-from triplane.unified_ir.federated.core.learn import LEARN, SUPPORT, Shard, shared
+from triplane.unified_ir.federated.core.learn import Shard, episode_sizes, shared, takes_episodes
 from triplane.unified_ir.files.container import Container
 from triplane.unified_ir.runtime.plan import Plan
 
@@ -103,8 +103,19 @@ class SignedPlans:
             )
         if task.kind != "learn":
             return  # a score leaves the device, and no tensor
+        self._check_size(statement, _size_of(plan, task, shard))
+
+    def check_message(self, statement: PlanStatement, task: Task) -> None:
+        """Raise Conflict if a task of the owner's app is in a round of too few devices.
+
+        The app decides about batches, steps and what it sends.
+        """
+        size = Least(devices=max(1, task.cohort), batch=MAX_LEAST, steps=MAX_LEAST)
+        self._check_size(statement, size)
+
+    def _check_size(self, statement: PlanStatement, size: Least) -> None:
         least = statement.least.stricter(self._settings.least)
-        lacking = least.lacking(_size_of(plan, task, shard))
+        lacking = least.lacking(size)
         if lacking:
             raise Conflict(
                 f"the round is too small for this device: the plan's signature and the settings in "
@@ -114,9 +125,11 @@ class SignedPlans:
 
 def _size_of(plan: Plan, task: Task, shard: Shard) -> Least:
     work, samples = task.work, shard.examples
-    is_episode = any(x.name.startswith(SUPPORT) for x in plan.inputs(LEARN))
-    batch = work.support + work.query if is_episode else work.batch_size
-    return Least(devices=max(1, task.cohort), batch=max(1, min(batch, samples)), steps=work.steps)
+    # The smaller part of an episode: the meta-gradient of one query sample is as telling as the
+    # gradient of a batch of one.
+    of_step = episode_sizes(work, samples) if takes_episodes(plan) else (work.batch_size, samples)
+    batch = max(1, min(*of_step, MAX_LEAST))
+    return Least(devices=max(1, task.cohort), batch=batch, steps=work.steps)
 
 
 def verified_here(
@@ -132,8 +145,9 @@ def verified_here(
         trust = Trust(home.trust, fetch_over(channel()), machine="device")
         freshness = trust.refresh()
         if not freshness.is_fresh:
-            error = freshness.error or Unavailable("no signed metadata could be verified")
-            raise (*freshness.refusals, error)[0]
+            # A failed link first: it passes, and whatever was refused beside it is refused again.
+            missing = Unavailable("no signed metadata could be verified")
+            raise freshness.error or next(iter(freshness.refusals), missing)
         return trust.plan(digest, by_people=by_people)
 
     return verify

@@ -142,19 +142,22 @@ class TaskRunner:
             logger.info("update settled", extra=facts)
 
     def _do(self, task: Task, stop: StopToken, wanted: frozenset[bytes]) -> pb.Contribution:
+        wanted |= {task.plan.sha256, task.state.sha256}
         for pending in self.memory.pending():
             # The update of this lease was stored before a crash or a lost link: send the same
-            # bytes.
+            # bytes, unless its plan is not signed any more (or never was: an earlier release).
             if pending.facts.lease == task.lease:
+                self._signed.require(task, self._fetch(task.plan, self._blobs, wanted, stop))
                 return self._contribution_of(pending, task, stop)
             if pending.facts.run == task.work.run and task.kind in WRITERS:
                 raise Conflict(unsettled(pending.facts))
         if task.message is not None and self._app is None:
             raise Conflict("this device has no ClientApp; its owner gives it one (--app)")
-        wanted |= {task.plan.sha256, task.state.sha256}
         path = self._fetch(task.plan, self._blobs, wanted, stop)
         # Before anything in the plan is used, or any other file is fetched for it.
         statement = self._signed.require(task, path)
+        if task.message is not None:
+            self._signed.check_message(statement, task)
         if not task.inline_state or task.message is not None:
             self._fetch(task.state, self._states, wanted, stop)
         if task.message is not None:

@@ -29,7 +29,7 @@ def enrol(node: NodeHome, token: str, address: str, root: Path | None = None) ->
     """
     quiet_grpc()
     # Before the token is used up: two clouds must not share a home, whose root of trust is fixed.
-    require_one_cloud(node.trust, node.identity, Token.parse(token), "node")
+    require_one_cloud(node.identity, Token.parse(token), "node")
     node.make()
     identity = _identity(node, token, address)
     fetch_root(node.trust, identity, "node", root)

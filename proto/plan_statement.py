@@ -7,8 +7,8 @@ parse both with the functions here, so that no input can be read in two ways.
 """
 
 import json
-import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
@@ -102,6 +102,11 @@ class Least:
     def of_fields(cls, fields: Mapping[str, Any]) -> "Least":
         """Return the numbers of a signed document. InvalidInput."""
         return cls(*(fields[name] for name in _LEAST))
+
+    @property
+    def text(self) -> str:
+        """Return these numbers for people."""
+        return f"{self.devices} devices, {self.batch} samples in a step, {self.steps} steps"
 
     def stricter(self, other: "Least") -> "Least":
         """Return the larger of each number."""
@@ -212,11 +217,13 @@ def _numbers(text: Any) -> dict[str, float] | None:
         return None
     if not isinstance(numbers, dict) or len(numbers) > MAX_NUMBERS:
         return None
-    is_fine = all(
-        _is_algorithm(name) and type(x) in {int, float} and math.isfinite(x)
-        for name, x in numbers.items()
-    )
+    is_fine = all(_is_algorithm(name) and _is_finite(x) for name, x in numbers.items())
     return numbers if is_fine else None
+
+
+def _is_finite(x: Any) -> bool:
+    # Compared rather than converted: an integer of JSON may be larger than any float.
+    return type(x) in {int, float} and abs(x) <= sys.float_info.max
 
 
 _CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {

@@ -15,8 +15,8 @@ from triplane.cloud.federation.plan_signing import least_of, sign_plan
 from triplane.cloud.registry.names import Reference
 from triplane.cloud.trust.checks import read_plan_policy
 from triplane.cloud.trust.roles import parse
-from triplane.cloud.trust.signing import SigningResult, sign_plan_policy
-from triplane.proto.errors import NotFound
+from triplane.cloud.trust.signing import SigningResult, change_plan_policy
+from triplane.proto.errors import InvalidInput, NotFound
 from triplane.proto.federation_pb2 import GetRunRequest
 from triplane.proto.plan_statement import Least, PlanPolicy, PlanRule
 from triplane.unified_ir.files.container import Container
@@ -53,15 +53,15 @@ def plan_policy_rows(policy: PlanPolicy) -> list[tuple[str, ...]]:
         (
             model,
             ", ".join(rule.algorithms),
-            _size_text(rule.least),
+            rule.least.text,
             _some(rule.tensors),
         )
         for model, rule in sorted(policy.models.items())
     ]
 
 
-def _size_text(least: Least) -> str:
-    return f"{least.devices} devices, {least.batch} samples in a step, {least.steps} steps"
+def _bounds_text(rule: PlanRule) -> str:
+    return f"algorithms {', '.join(rule.algorithms)}, at least {rule.least.text}"
 
 
 def _some(names: Sequence[str]) -> str:
@@ -85,9 +85,16 @@ def allow_plans(
         if not tensors:
             tensors, left_out = _parameters(remote, model)
         rule = PlanRule(algorithms or ("*",), tensors, Least.of_fields(least))
-        policy = PlanPolicy({**stored_plan_policy(remote).models, name: rule})
-        signed = sign_plan_policy(remote, policy, keys)
+        replaced: list[PlanRule] = []
+
+        def change(before: PlanPolicy) -> PlanPolicy:
+            replaced.extend(rule for model, rule in before.models.items() if model == name)
+            return PlanPolicy({**before.models, name: rule})
+
+        policy, signed = change_plan_policy(remote, change, keys)
     lines = [_policy_text(name, signed), f"tensors that may leave a device: {_some(rule.tensors)}"]
+    lines.append(_bounds_text(rule))
+    lines += [f"the rule before: {_bounds_text(old)}" for old in replaced if old != rule]
     if left_out:
         lines.append(
             f"buffers that may not: {_some(left_out)}; a plan that shares them is refused. Allow "
@@ -106,19 +113,28 @@ def _parameters(remote: Remote, reference: str) -> tuple[tuple[str, ...], list[s
     buffers = {tensor.name for tensor in tensors if tensor.role == BUFFER}
     statistics = {name for name in buffers if name.rpartition(".")[2] in STATISTICS}
     names = {tensor.name for tensor in tensors if tensor.role == PARAMETER} | statistics
+    if odd := sorted(name for name in names if "*" in name):
+        # As a pattern it would let tensors leave that the signer never saw.
+        raise InvalidInput(
+            f"the tensor {odd[0]!r} of {reference} has a * in its name, which would match others; "
+            "say what may leave by --tensors PATTERN"
+        )
     return (*sorted(names), *OF_ALGORITHMS), sorted(buffers - statistics)
 
 
 def forbid_plans(cloud: Calls, *, model: str, keys: Path) -> tuple[dict[str, Any], str]:
     """Sign a policy without `model`: people sign each of its plans."""
     with remote_at(cloud) as remote:
-        models = dict(stored_plan_policy(remote).models)
-        if models.pop(model, None) is None:
-            listed = ", ".join(sorted(models)) or "none"
-            raise NotFound(f"the policy for plans has no rule for {model!r} (listed: {listed})")
-        policy = PlanPolicy(models)
-        signed = sign_plan_policy(remote, policy, keys)
+        policy, signed = change_plan_policy(remote, lambda before: _without(before, model), keys)
     return {"plans": plan_policy_record(policy)}, _policy_text(model, signed)
+
+
+def _without(policy: PlanPolicy, model: str) -> PlanPolicy:
+    models = dict(policy.models)
+    if models.pop(model, None) is None:
+        listed = ", ".join(sorted(models)) or "none"
+        raise NotFound(f"the policy for plans has no rule for {model!r} (listed: {listed})")
+    return PlanPolicy(models)
 
 
 def _policy_text(model: str, signed: SigningResult) -> str:
@@ -157,7 +173,7 @@ def sign_run(
     lines = [
         f"{target.path}: {statement.algorithm} of {spec.model}, of model {statement.model_digest}",
         f"tensors that may leave a device: {_some(statement.tensors)}",
-        f"in rounds of at least {_size_text(statement.least)}",
+        f"in rounds of at least {statement.least.text}",
     ]
     if submitted.published:
         lines.append("signed and published; devices run it")

@@ -20,7 +20,7 @@ from triplane.cloud.cli.remote import Remote, remote_at
 from triplane.cloud.cli.text import table
 from triplane.cloud.trust.checks import read_policy
 from triplane.cloud.trust.roles import parse
-from triplane.cloud.trust.signing import SigningResult, sign_policy
+from triplane.cloud.trust.signing import SigningResult, change_policy
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound
 from triplane.proto.targets import METRICS, Policy, Rule
 from triplane.proto.transfer import upload
@@ -67,8 +67,12 @@ def allow(
         upload(cloud.channel, golden, progress)
     with remote_at(cloud) as remote:
         rule = Rule(share=share, golden=path, metric=METRICS[0], floor=floor)
-        policy = Policy({**_stored_policy(remote).models, model: rule})
-        signed = sign_policy(remote, policy, keys, goldens={path: golden})
+        policy, signed = change_policy(
+            remote,
+            lambda before: Policy({**before.models, model: rule}),
+            keys,
+            goldens={path: golden},
+        )
     return _record(policy), _signed_text(model, signed)
 
 
@@ -83,13 +87,16 @@ def _check_golden(golden: Path) -> None:
 def forbid(cloud: Calls, *, model: str, keys: Path) -> tuple[dict[str, Any], str]:
     """Sign a policy without `model`."""
     with remote_at(cloud) as remote:
-        models = dict(_stored_policy(remote).models)
-        if models.pop(model, None) is None:
-            listed = ", ".join(sorted(models)) or "none"
-            raise NotFound(f"the policy has no rule for model {model!r} (listed: {listed})")
-        policy = Policy(models)
-        signed = sign_policy(remote, policy, keys)
+        policy, signed = change_policy(remote, lambda before: _without(before, model), keys)
     return _record(policy), _signed_text(model, signed)
+
+
+def _without(policy: Policy, model: str) -> Policy:
+    models = dict(policy.models)
+    if models.pop(model, None) is None:
+        listed = ", ".join(sorted(models)) or "none"
+        raise NotFound(f"the policy has no rule for model {model!r} (listed: {listed})")
+    return Policy(models)
 
 
 def _stored_policy(remote: Remote) -> Policy:

@@ -38,7 +38,7 @@ from triplane.proto import federation_pb2 as pb
 from triplane.proto.blobs import BlobFolder
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 from triplane.proto.hyperparameters import set_values, values_of
-from triplane.proto.plan_statement import Least, PlanStatement
+from triplane.proto.plan_statement import MAX_LEAST, Least, PlanStatement
 from triplane.proto.registry_pb2 import Version
 from triplane.proto.signed_fields import PLANS
 from triplane.proto.targets import SignedTarget, plan_target, read_target
@@ -63,9 +63,19 @@ def least_of(spec: pb.Spec) -> Least:
     sampling = spec.sampling
     return Least(
         devices=least_updates(spec.cohort.devices, spec.cohort.quorum),
-        batch=min(SAFE_BATCH, sampling.batch_size),
+        batch=min(SAFE_BATCH, _batch_of(spec)),
         steps=sampling.steps,
     )
+
+
+def _batch_of(spec: pb.Spec) -> int:
+    """Return the samples in a step; of an episode those in its smaller part, as devices count."""
+    from triplane.unified_ir.federated.algorithms import algorithm
+
+    sampling = spec.sampling
+    if algorithm(spec.algorithm).episodes:
+        return min(sampling.support, sampling.query)
+    return sampling.batch_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +148,7 @@ def _check_size(spec: pb.Spec, least: Least) -> None:
     sampling = spec.sampling
     of_run = Least(
         devices=least_updates(spec.cohort.devices, spec.cohort.quorum),
-        batch=max(sampling.batch_size, sampling.support + sampling.query),
+        batch=min(_batch_of(spec), MAX_LEAST),
         steps=sampling.steps,
     )
     lacking = least.lacking(of_run)
@@ -211,6 +221,8 @@ def _compared(
                 model=f"{statement.model}@{statement.version}", algorithm=statement.algorithm
             )
             set_values(spec.hyperparameters, dict(statement.hyperparameters))
+            # The one fact that making the plan again does not check: another signer chose it.
+            progress(f"{path} waits too, for rounds of {statement.least.text} or more")
             ours = target_file(_made_here(cloud, spec, statement.least, progress))
         if ours != entry:
             raise Corrupt(

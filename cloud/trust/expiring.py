@@ -4,9 +4,13 @@ from collections.abc import Mapping
 from typing import Final
 
 from triplane.cloud.trust.roles import DAY_S, ROLES, moment
+from triplane.proto.signed_fields import PLANS
 
 WARN_S: Final = 30 * DAY_S
 """Time before people's signatures expire at which warnings begin."""
+
+STOPPED: Final = {PLANS: "devices run none of their plans"}
+"""What an expired role stops, where that is not updates of nodes."""
 
 
 def due(ends: Mapping[str, float], now_s: float) -> list[str]:
@@ -15,9 +19,8 @@ def due(ends: Mapping[str, float], now_s: float) -> list[str]:
     for role, end_s in ends.items():
         if ROLES[role].keys == "offline" and end_s - now_s < WARN_S:
             date = f"{moment(end_s):%Y-%m-%d}"
-            when = (
-                f"expire on {date}" if end_s > now_s else f"expired on {date}: nodes refuse updates"
-            )
+            stopped = STOPPED.get(role, "nodes refuse updates")
+            when = f"expire on {date}" if end_s > now_s else f"expired on {date}: {stopped}"
             sentences.append(
                 f"the signatures of people for {role} {when}; with the offline folder: "
                 f"triplane cloud keys renew --role {role} --keys DIR"

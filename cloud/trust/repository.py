@@ -305,13 +305,7 @@ class MetadataRepository:
         """
         now_s = self._clock()
         with self._lock:
-            ours = self.versions()
-            ahead = {
-                role: version
-                for role, version in seen.items()
-                if role in {"timestamp", "snapshot", AUTO}
-                and 0 <= version - ours[role] <= MAX_OVERTAKEN
-            }
+            ours, ahead = self.versions(), self._followed(seen)
             if not ahead:
                 return False
             changed = {}
@@ -319,6 +313,20 @@ class MetadataRepository:
                 changed[AUTO] = self._again(now_s, ahead[AUTO])
             self._publish(changed, now_s, least=ahead)
             return True
+
+    def lead(self, seen: Mapping[str, int]) -> int:
+        """Return by how much `overtake` would raise a version."""
+        ours = self.versions()
+        return max((v - ours[role] for role, v in self._followed(seen).items()), default=0)
+
+    def _followed(self, seen: Mapping[str, int]) -> dict[str, int]:
+        ours = self.versions()
+        return {
+            role: version
+            for role, version in seen.items()
+            if role in {"timestamp", "snapshot", AUTO}
+            and 0 <= version - ours[role] <= MAX_OVERTAKEN
+        }
 
     def keep_fresh(self, now_s: float | None = None) -> float:
         """Sign online metadata again before it expires; return when to call again."""

@@ -23,7 +23,7 @@ from tuf.api.metadata import Metadata
 from triplane.cloud.registry import encoding
 from triplane.cloud.registry.conversions import Files
 from triplane.cloud.trust.chain import Chain, newest_root, read
-from triplane.cloud.trust.checks import unnamed
+from triplane.cloud.trust.checks import read_plan_policy, read_policy, unnamed
 from triplane.cloud.trust.initial import TRUSTED_ROOT, plan_policy_file, policy_file
 from triplane.cloud.trust.keys import KeyFolder, add_signatures
 from triplane.cloud.trust.repeating import checked_target
@@ -38,6 +38,7 @@ from triplane.proto.targets import POLICY_PATH, Policy, SignedTarget, TargetName
 MAX_TRIES: Final = 20
 """Attempts at one signature while others sign at the same time; checks are not repeated."""
 RETRY_S: Final = 1.0
+TARGETS: Final = "targets"
 MAX_REPEATED: Final = 32
 """Largest number of conversions repeated for one signature, when other bundles wait too."""
 
@@ -185,10 +186,32 @@ def sign_policy(
     goldens: files by target path (`golden/NAME`), for sets that the published metadata does not
     list yet; they must have been uploaded to the cloud, where nodes fetch them.
     """
+    return _sign_policy(Signer(cloud, keys_folder, TARGETS), policy, goldens or {}, now_s)
+
+
+def change_policy(
+    cloud: Metadatas,
+    change: Callable[[Policy], Policy],
+    keys_folder: Path,
+    *,
+    goldens: Mapping[str, Path] | None = None,
+) -> tuple[Policy, SigningResult]:
+    """Sign what `change` makes of the newest policy that keys of targets signed; see `sign_policy`.
+
+    The signature covers the rules of all models, so none of them is taken on the cloud's word.
+    Conflict: somebody else signed meanwhile.
+    """
+    signer = Signer(cloud, keys_folder, TARGETS)
+    policy = change(read_policy(signer.newest()))
+    return policy, _sign_policy(signer, policy, goldens or {}, None)
+
+
+def _sign_policy(
+    signer: "Signer", policy: Policy, goldens: Mapping[str, Path], now_s: float | None
+) -> SigningResult:
     # Through its text, so that exactly what nodes will parse is checked and signed.
     policy = Policy.parse(policy.text())
-    signer = Signer(cloud, keys_folder, "targets")
-    files = {path: TargetFile.from_file(path, str(f)) for path, f in (goldens or {}).items()}
+    files = {path: TargetFile.from_file(path, str(f)) for path, f in goldens.items()}
     named = {rule.golden for rule in policy.models.values()}
     kept = {*named, PLAN_POLICY_PATH}
     listed = {path: entry for path, entry in signer.published().items() if path in kept}
@@ -205,8 +228,20 @@ def sign_plan_policy(
     cloud: Metadatas, policy: PlanPolicy, keys_folder: Path, *, now_s: float | None = None
 ) -> SigningResult:
     """Sign the policy for plans with the targets keys in a folder; the other policy stays."""
+    return _sign_plan_policy(Signer(cloud, keys_folder, TARGETS), policy, now_s)
+
+
+def change_plan_policy(
+    cloud: Metadatas, change: Callable[[PlanPolicy], PlanPolicy], keys_folder: Path
+) -> tuple[PlanPolicy, SigningResult]:
+    """Sign what `change` makes of the newest policy for plans; see `change_policy`."""
+    signer = Signer(cloud, keys_folder, TARGETS)
+    policy = change(read_plan_policy(signer.newest()))
+    return policy, _sign_plan_policy(signer, policy, None)
+
+
+def _sign_plan_policy(signer: "Signer", policy: PlanPolicy, now_s: float | None) -> SigningResult:
     policy = PlanPolicy.parse(policy.text())
-    signer = Signer(cloud, keys_folder, "targets")
     targets = signer.published() | {PLAN_POLICY_PATH: plan_policy_file(policy)}
     return SigningResult(signer.sign(signer.waiting({}), targets, now_s))
 
@@ -346,6 +381,22 @@ class Signer:
         if not self.chain.is_signed(self._role):
             return {}
         return dict(self.chain.targets[self._role].signed.targets)
+
+    def newest(self) -> Targets:
+        """Return what waits, if a key of the role signed it, or else what is published.
+
+        Corrupt: the role's keys did not sign what is published.
+        """
+        waiting = self.waiting({})
+        if waiting is not None:
+            return waiting.signed
+        if not self.chain.is_signed(self._role):
+            raise Corrupt(
+                f"what {self._role} lists is not signed by its present keys; sign it again with "
+                f"them: triplane cloud keys rotate {self._role} --keys DIR --public FILE.pub, with "
+                "the public file of each present key"
+            )
+        return self.chain.targets[self._role].signed
 
     def waiting(self, base: Mapping[str, TargetFile]) -> Metadata[Targets] | None:
         """Return the version that waits for signatures, if signing it keeps all of `base`."""

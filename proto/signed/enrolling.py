@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 
 from triplane.proto.channels import connect
 from triplane.proto.credentials import IdentityFolder
+from triplane.proto.disk import OS_DISK, write_atomic
 from triplane.proto.errors import Conflict, Corrupt, Unavailable
 from triplane.proto.identity import Token
 from triplane.proto.signed.metadata import fetch_over
@@ -26,26 +27,28 @@ from triplane.proto.unreachable import unreachable_cause
 Fetch = Callable[[str], bytes]
 
 
-def require_one_cloud(folder: Path, identity: IdentityFolder, token: Token, machine: str) -> None:
-    """Raise Conflict if a root of trust is in `folder` and the token is of another cloud.
+def require_one_cloud(identity: IdentityFolder, token: Token, machine: str) -> None:
+    """Raise Conflict if the machine has an identity and the token is of another cloud.
 
     machine: "node" or "device", for the message.
     """
-    if not (folder / BOOTSTRAP).exists():
+    if not (identity.path / "cert.pem").is_file():
         return
     authority = x509.load_pem_x509_certificate(identity.authority_pem)
     if authority.fingerprint(SHA256()) != token.pin:
         raise Conflict(
-            f"{folder.parent} is a {machine} of another cloud ({identity.cloud}) than the token's; "
-            f"choose another folder with --home, or stop that {machine} and remove its folder"
+            f"{identity.path.parent} is a {machine} of another cloud ({identity.cloud}) than the "
+            f"token's; choose another folder with --home, or stop that {machine} and remove its "
+            "folder"
         )
 
 
 def fetch_root(folder: Path, identity: IdentityFolder, machine: str, root: Path | None) -> None:
     """Store the first root of trust in `folder`, unless it has one, from the cloud's main port.
 
-    root: file of the first root, to trust instead of the cloud's own. Corrupt: the cloud's metadata
-    does not follow from it. Unavailable: the main port does not answer.
+    root: file of the first root, to trust instead of the cloud's own or of the stored one.
+    Corrupt: the cloud's metadata does not follow from it. Unavailable: the main port does not
+    answer.
     """
     with connect(identity) as channel:
         try:
@@ -79,4 +82,7 @@ def _store_root(folder: Path, fetch: Fetch, root: Path | None) -> None:
             f"the cloud's metadata does not follow from {root}: {freshness.refusals[-1].text}; it "
             "belongs to another cloud, or this cloud is controlled by somebody else"
         )
-    bootstrap(folder, lambda _: data)
+    # Also in the place of a root from an earlier enrolment: the one brought by hand decides, and
+    # metadata of another chain beside it does not verify any more.
+    OS_DISK.make_folder(folder)
+    write_atomic(folder / BOOTSTRAP, data)

@@ -228,9 +228,16 @@ class Trust:
         try:
             return self.target(str(PlanName(PLANS, digest)))
         except AttemptRefused as refusal:
-            if by_people or refusal.kind != "unknown-target":
+            if by_people:
                 raise
-        target = self.target(str(PlanName(AUTO, digest)))
+            of_people = refusal
+        # Also if the list of people is unsigned or has expired, which stops only their own plans.
+        try:
+            target = self.target(str(PlanName(AUTO, digest)))
+        except AttemptRefused:
+            if of_people.kind != "unknown-target":
+                raise of_people from None
+            raise
         reason = self.plan_policy().refusal(target.statement)
         if reason:
             raise AttemptRefused("policy", f"the policy for plans forbids {target.path}: {reason}")

@@ -170,6 +170,14 @@ def story_of(tmp_path, monkeypatch, caplog, tell, seconds):
     within(story(), seconds)
 
 
+def test_what_is_learned_does_not_depend_on_slow_settling(tmp_path, monkeypatch, caplog):
+    async def tell(made, calm):
+        assert await made.bits(at(r"client.*_settle|_Working\._settle")) == calm
+        assert made.taken >= LEAST, made.passes
+
+    story_of(tmp_path, monkeypatch, caplog, tell, 120)
+
+
 @pytest.mark.long
 def test_what_is_learned_does_not_depend_on_which_awaits_take_long(tmp_path, monkeypatch, caplog):
     async def tell(made, calm):

@@ -1,20 +1,30 @@
 """A device runs a plan only as it was signed, and in rounds that are large enough."""
 
+import time
 from dataclasses import replace
 
+import grpc
 import numpy as np
 import pytest
 from tests.device.stage import client_at, lease, serving, staged
 from tests.federated.core import plans
 from tests.support.deadlines import within
+from tests.support.plan_signatures import PlanSigner
 
+from triplane.cloud.trust.keys import KeyFolder
+from triplane.cloud.trust.rotating import rotate
+from triplane.cloud.trust.signing import Signer
 from triplane.device.home import DeviceHome, DeviceSettings
+from triplane.device.signed_plans import verified_here
 from triplane.proto import federation_pb2 as pb
-from triplane.proto.errors import InvalidInput, NotFound
-from triplane.proto.plan_statement import Least, PlanRule
-from triplane.proto.signed.trust import Trust
+from triplane.proto.errors import InvalidInput, NotFound, Unavailable
+from triplane.proto.plan_statement import MAX_LEAST, Least, PlanRule
+from triplane.proto.signed.refusal import AttemptRefused
+from triplane.proto.signed.trust import LATEST_TIME, Trust
 from triplane.proto.signed_fields import AUTO
 from triplane.unified_ir.federated.core.files import write_state
+from triplane.unified_ir.federated.core.learn import Shard
+from triplane.unified_ir.runtime import write_plan
 
 SHARD = plans.shard(held_out=6)
 SEEN = {"seen": np.zeros((20, 2), np.float32)}
@@ -29,17 +39,17 @@ SHARED = ("*w", "bias")
 """Patterns of what an honest plan of `tests.federated.core.plans` shares."""
 
 
-def answer(folder, task_of, *, settings=None, before=lambda _: None):
+def answer(folder, task_of, *, settings=None, before=lambda _: None, shard=SHARD, **options):
     """What a device says of the one task that `task_of` makes on a stage."""
 
     async def story():
         async with staged(folder / "stage") as stage:
             before(stage)
-            client = client_at(stage, folder / "ann", SHARD)
+            client = client_at(stage, folder / "ann", shard, **options)
             if settings:
                 home = DeviceHome(folder / "ann")
                 home.save_settings(replace(client.settings, **settings))
-                client = client_at(stage, folder / "ann", SHARD)
+                client = client_at(stage, folder / "ann", shard, **options)
             async with serving(client):
                 await stage.offer()
                 stage.tell(task_of(stage))
@@ -158,6 +168,40 @@ def test_a_batch_counts_the_samples_that_the_device_has(tmp_path):
     assert "at least 21 samples in a step, got 20" in said.declined
 
 
+@pytest.mark.parametrize("inputs", [("support.x",), ()])
+def test_the_smaller_part_of_an_episode_counts_as_its_samples(tmp_path, inputs):
+    """The meta-gradient of one query sample tells as much as the gradient of a batch of one."""
+    learning = plans.local_update("query.x", "query.y", more=inputs)
+    entries = {**plans.spec(episodes=True).entries, "local_update": learning}
+    sampling = pb.Sampling(steps=3, batch_size=30, support=5000, query=1)
+    task = with_plan(
+        "plans", changes={"least": Least(batch=2)}, plan={"entries": entries}, sampling=sampling
+    )
+    assert "at least 2 samples in a step, got 1" in answer(tmp_path, task).declined
+
+
+@pytest.mark.long
+def test_a_batch_may_be_larger_than_any_least_batch(tmp_path):
+    sampling = pb.Sampling(steps=1, batch_size=1 << 24)
+    n = MAX_LEAST + 1
+    many = Shard(
+        {"x": np.zeros((n, 2), np.float32), "y": np.zeros((n, 1), np.float32)}, SHARD.held_out
+    )
+    said = answer(tmp_path, with_plan("plans", sampling=sampling), shard=many)
+    assert said.WhichOneof("outcome") == "update", said.declined
+
+
+def test_a_task_for_the_owners_app_is_declined_in_a_round_of_too_few_devices(tmp_path):
+    def task_of(stage):
+        message = stage.folder / "message"
+        message.write_bytes(b"whatever")
+        task = with_plan("plans", cohort=2, flower=stage.put(message))
+        return task(stage)
+
+    said = answer(tmp_path, task_of, settings={"least_devices": 3}, app=object())
+    assert "at least 3 devices in a round, got 2" in said.declined
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
@@ -233,6 +277,26 @@ def test_metadata_older_than_what_the_device_saw_is_refused(tmp_path):
     assert refusal.kind == "rollback"
 
 
+@pytest.mark.long
+def test_the_policy_holds_while_people_have_not_signed_with_their_new_keys(tmp_path):
+    """The new keys of the role plans are with other people, who have yet to sign their list."""
+    signer = PlanSigner(tmp_path / "signed")
+    signer.trusted_by(tmp_path)
+    signer.allow(tiny=PlanRule(("*",), ("*",)))
+    digests = [write_plan(tmp_path / f"{lr}.plan", plans.spec(lr=lr)) for lr in (0.1, 0.2)]
+    signer.sign(tmp_path / "0.1.plan")
+    signer.sign(tmp_path / "0.2.plan", AUTO)
+    new = KeyFolder(tmp_path / "alex").make("alex")
+    rotate(signer.repository, "plans", [new.public_key], signer.keys)
+    trust = Trust(tmp_path / "trust", signer.repository.get, machine="device")
+    assert trust.refresh().is_fresh
+    assert trust.plan(digests[1], by_people=False).path.startswith("auto/")
+    for digest, by_people in ((digests[0], False), (digests[1], True)):
+        with pytest.raises(AttemptRefused) as refused:
+            trust.plan(digest, by_people=by_people)
+        assert refused.value.kind == "signature"
+
+
 def test_a_device_of_an_earlier_release_says_how_to_get_its_root(tmp_path):
     def task_of(stage):
         (tmp_path / "ann" / "trust" / "bootstrap.json").unlink()
@@ -263,3 +327,37 @@ def test_a_device_says_which_metadata_it_has_seen(tmp_path):
     assert seen == repository.versions()
     assert not repository.is_behind(seen, second.metadata_sha256)
     assert repository.is_behind(seen, bytes(32))
+
+
+def test_a_failed_link_is_not_reported_as_a_refusal(tmp_path):
+    """A clock that is behind is corrected when the network is back, and the device tries again."""
+    home = DeviceHome(tmp_path)
+    home.make()
+    PlanSigner(tmp_path / "signed").trusted_by(tmp_path)
+    (home.trust / LATEST_TIME).write_text(f"{time.time() + 3600:.3f}\n")
+    with grpc.insecure_channel("127.0.0.1:1") as channel:
+        verify = verified_here(home, lambda: channel, by_people=False)
+        with pytest.raises(Unavailable):
+            verify("ab" * 32)
+
+
+def test_an_update_is_not_sent_again_once_its_plan_is_withdrawn(tmp_path):
+    """The device was killed before the cloud had settled the update, which is on its disk."""
+
+    async def story():
+        async with staged(tmp_path / "stage") as stage:
+            task = stage.task(learn=pb.Learn(compression="int8"))
+            async with serving(client_at(stage, tmp_path / "ann", SHARD)):
+                await stage.offer()
+                stage.tell(task)
+                first = await stage.contribution(lease(1))
+            stage.heard.clear()
+            Signer(stage.signer.repository, stage.signer.keys, "plans").sign(None, {})
+            async with serving(client_at(stage, tmp_path / "ann", SHARD)):
+                await stage.offer()
+                stage.tell(task)
+                return first, await stage.contribution(lease(1))
+
+    first, again = within(story())
+    assert first.WhichOneof("outcome") == "update"
+    assert "is not listed" in again.declined

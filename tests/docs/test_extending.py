@@ -78,8 +78,10 @@ def add_entry_point(folder, header, line):
 def follow(page, folder):
     """Leaves the packages as they are after following the page in `folder`."""
     for package in PACKAGES:
-        # With compiled files, which stand for all that a page leaves as it is.
-        shutil.copytree(ROOT / package, folder / "triplane" / package)
+        # With compiled files, which stand for all that a page leaves as it is; but not those that
+        # another worker is about to rename.
+        unfinished = shutil.ignore_patterns("*.pyc.*")
+        shutil.copytree(ROOT / package, folder / "triplane" / package, ignore=unfinished)
     for file, where, name, code in blocks(page):
         if file == "pyproject.toml":
             add_entry_point(folder, name, code)

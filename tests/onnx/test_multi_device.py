@@ -6,7 +6,7 @@ import onnxruntime as ort
 import pytest
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir import TensorSpec, ops, trace
+from triplane.unified_ir import TensorSpec, nn, ops, trace
 from triplane.unified_ir.onnx.annotated import emit_annotated
 from triplane.unified_ir.onnx.emit import emit
 from triplane.unified_ir.onnx.importer import import_onnx
@@ -49,6 +49,35 @@ def test_stock_tools_accept_annotations_and_import_reads_them_back():
         for m in (model, same)
     ]
     assert np.array_equal(*results)
+
+
+class Square(nn.Cell):
+    """Its gradient is its own, and so is the split of its product."""
+
+    def construct(self, x):
+        return ops.mul.shard((4, 1), (4, 1))(x, x)
+
+    def bprop(self, x, y, g):
+        return 2.0 * x * g
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_strategies_in_a_cell_with_a_bprop_are_annotated_too(outside):
+    def net(x):
+        y = ops.relu.shard((2, 1))(x) if outside else ops.relu(x)
+        return Square()(y)
+
+    model = emit_annotated(trace(net, TensorSpec(("N", 8))))
+    counts = {n.op_type: len(n.device_configurations) for n in model.graph.node}
+    assert counts == {"Relu": int(outside), "Mul": 1}
+    assert [c.num_devices for c in model.configuration] == [4]
+
+
+def test_strategies_in_a_loop_are_left_out():
+    def net(x):
+        return ops.scan(lambda carry, y: (ops.relu.shard((2, 1))(carry), y), x, x)[0]
+
+    assert not emit_annotated(trace(net, TensorSpec((4, 4)))).configuration
 
 
 def test_files_for_older_runtimes_have_no_annotations():

@@ -188,7 +188,7 @@ def test_a_strategy_inside_a_loop_is_refused_by_line():
     def loop(x):
         return ops.fori_loop(3, lambda _, y: ops.relu.shard((2, 1))(y), x)
 
-    with pytest.raises(InvalidInput, match=r"Relu at tests/ops/test_sharding.py:\d+ has the strat"):
+    with pytest.raises(InvalidInput, match=r"Relu at .*test_sharding.py:\d+ .* loops and cond"):
         plan(trace(loop, X), 2, sizes={"N": 4})
 
 
@@ -204,7 +204,7 @@ class Square(nn.Cell):
 
 def test_a_cell_with_a_bprop_is_opened_around_the_strategies_in_it():
     function = trace(lambda x: ops.relu(nn.ReLU()(Square()(x) + 1.0)), X)
-    with pytest.raises(InvalidInput, match=r"Mul at .*test_sharding.py:[0-9]+ .* a bprop only"):
+    with pytest.raises(InvalidInput, match=r"Mul at .*test_sharding.py:[0-9]+ .* \(--out-model\)"):
         plan(function, 4, sizes={"N": 8})
     opened = with_strategies_outside(function)
     assert of(opened, "Mul") == [((4, 1), (4, 1))]

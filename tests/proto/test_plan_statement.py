@@ -65,6 +65,7 @@ def test_golden_sets_and_bundles_are_no_plans_whatever_their_names():
         ("model_digest", "cd"), ("content_digest", "cd" * 32), ("algorithm", "a b"),
         ("hyperparameters", {}), ("hyperparameters", "[]"), ("hyperparameters", '{"lr": NaN}'),
         ("hyperparameters", '{"lr": true}'), ("hyperparameters", "{" * 5000),
+        ("hyperparameters", '{"lr": 1' + "0" * 400 + "}"), ("hyperparameters", '{"lr": 1e999}'),
         ("tensors", "w"), ("tensors", ["b", "a"]), ("tensors", ["a", "a"]), ("tensors", [1]),
         ("tensors", ["a b"]), ("tensors", ["a" * 201]), ("least_devices", 0),
         ("tensors", [str(n) for n in range(MAX_TENSORS + 1)]), ("least_batch", 1.0),

@@ -39,11 +39,16 @@ _LEFT: Final = "triplane lost: "
 _ENDED: Final = "triplane ended: "
 _FATAL: Final = re.compile(rb"F[0-9]{4} [0-9:.]+ |triplane lost: ")
 """Begins what JAX's C++ prints last, over many lines, or what `leave` does."""
-_CHATTER: Final = re.compile(rb"\[Gloo\] |Rank \[Gloo\] |triplane ended: ")
+_CHATTER: Final = re.compile(
+    rb"\[Gloo\] |Rank \[Gloo\] |[0-9]+ is connected to [0-9]+ peer ranks|triplane ended: "
+)
+"""Of Gloo, whose threads tear each other's lines apart, and of the child to its parent."""
 _MISSING: Final = re.compile(r"stopped sending heartbeats\):\s*((?:[0-9]+\s)+)")
 _TIMED_OUT: Final = re.compile(r"Task ([0-9]+) heartbeat timeout")
 _LEFT_EARLY: Final = re.compile(r"Shutdown.*first task at the barrier: ([0-9]+)", re.DOTALL)
 _TWICE: Final = re.compile(r"([0-9]+) unexpectedly tried to connect with a different incarnation")
+_NEED_MESH: Final = ("--buckets", "--shard")
+"""Options that a run of one process takes only with a mesh; several have all their devices."""
 _UNMET: Final = "CoordinationService/RegisterTask"
 _LEADER: Final = re.compile(
     r"leader task was preempted|Failed to send RPC to coordination service"
@@ -107,8 +112,11 @@ def waiting(hosts: Hosts | None, note: Callable[[str], None]) -> Iterator[None]:
 
 
 def _waited(hosts: Hosts, seconds: int) -> str:
-    head = f"process {hosts.process} of {hosts.count} has waited {seconds} of "
-    head += f"{hosts.meet_within_s} s (--meet-within) for the others"
+    limit_s = hosts.meet_within_s
+    # JAX gives up some seconds after the limit.
+    waited = f"all {limit_s}" if seconds > limit_s else f"{seconds} of {limit_s}"
+    head = f"process {hosts.process} of {hosts.count} has waited {waited} s (--meet-within)"
+    head += " for the others"
     if hosts.process == 1:
         return f"{head}; start each of 2/{hosts.count} to {hosts.count}/{hosts.count}"
     host, _, port = hosts.coordinator.rpartition(":")
@@ -278,6 +286,8 @@ def _way_on(hosts: Hosts, tail: str) -> str:
         return f"to go on: {shlex.join(words)}"
     by_options = hosts.source == "--coordinator and --process"
     if left == 1 and by_options:
+        if not mesh and any(word.startswith(_NEED_MESH) for word in words):
+            mesh = " --mesh data=N (N devices of this machine)"
         return f"to go on without it: {shlex.join(_with(words, None, None))}{mesh}"
     address = "HOST:PORT" if 1 in lost_processes(tail) else hosts.coordinator
     if left == 1 or not hosts.source.endswith("--process"):

@@ -24,7 +24,7 @@ def emit_annotated(
     Nodes are not fused then, since a node that is replaced has no strategy. Opsets below the
     default one are for runtimes that may not read a format with annotations, so they have none.
     """
-    if target.opset < DEFAULT.opset or not any(n.strategy for n in function.nodes):
+    if target.opset < DEFAULT.opset or not any(n.strategy for n in function.walk()):
         return emit(function, target=target, initializers=initializers)
     emitter = _Annotated(target, clean(function), initializers or {})
     model = emitter.model(producer_name=PRODUCER)

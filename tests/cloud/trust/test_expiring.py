@@ -25,3 +25,8 @@ def test_an_online_role_is_the_clouds_to_sign_and_named_only_when_it_did_not():
     assert due(FINE | {"timestamp": 1.0}, 0.0) == []
     (told,) = due(FINE | {"timestamp": 0.5}, 0.9)
     assert "the cloud does not sign it again" in told
+
+
+def test_an_expired_list_of_plans_names_the_machines_that_it_stops():
+    (told,) = due(FINE | {"plans": -1.0}, 0.0)
+    assert "expired on 1969-12-31: devices run none of their plans" in told

@@ -148,9 +148,18 @@ def test_choices_of_buckets_are_kept():
         ({KEY: np.array([], np.int64)}, r"is int64\(0,\)"),
         ({KEY: np.array([2, 2])}, r"do not follow each other: \[2, 2\]"),
         ({KEY: np.array([0, 2])}, r"do not follow each other: \[0, 2\]"),
+        # Differences of these wrap around to positive numbers.
+        ({KEY: np.array([2**62, 100 - 2**63, 6])}, r"do not follow each other: \[4611686"),
         ({f"{k:016x}": np.array([1]) for k in range(1025)}, "has 1025 choices"),
     ],
 )
 def test_a_damaged_choice_is_refused(state, why):
     with pytest.raises(Corrupt, match=why):
         BucketChoices().load(state)
+
+
+def test_other_buckets_are_the_way_out_of_a_damaged_choice():
+    damaged = {KEY: np.array([2.0])}
+    with pytest.raises(Corrupt, match="or with other buckets, such as one"):
+        XlaEngine(mesh={"data": 1}, buckets="auto").load_state_dict(damaged)
+    XlaEngine(mesh={"data": 1}, buckets="one").load_state_dict(damaged)

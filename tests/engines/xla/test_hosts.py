@@ -1,12 +1,15 @@
 """Training on many hosts: real processes, joined over loopback."""
 
+import io
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -328,6 +331,13 @@ def test_who_waits_says_for_what(monkeypatch, process, is_there, said):
     assert said in line
 
 
+def test_no_line_says_of_more_than_all_the_time_that_it_was_waited():
+    """JAX takes some seconds to give up."""
+    hosts = Hosts(coordinator="h:1", process=1, count=3, meet_within_s=14)
+    assert "has waited 10 of 14 s" in watching._waited(hosts, 10)
+    assert "has waited all 14 s" in watching._waited(hosts, 20)
+
+
 @pytest.mark.long
 def test_a_process_that_stays_alone_ends_when_its_wait_does(tmp_path):
     files(tmp_path)
@@ -360,6 +370,34 @@ def test_the_message_says_how_to_go_on(monkeypatch, source, lost, way):
     assert type(error) is ProcessLost
     assert str(error).endswith(way)
     assert "there is no checkpoint, which --checkpoint FOLDER would write" in str(error)
+
+
+@pytest.mark.parametrize("option", ["--buckets=auto", "--shard=*.weight=data,-"])
+def test_the_command_for_one_process_has_the_mesh_that_an_option_needs(monkeypatch, option):
+    """Several processes have one by default: all of their devices."""
+    words = ["triplane", "train", "a", option, "--coordinator", "n1:9300", "--process=2/2"]
+    hosts = Hosts(coordinator="n1:9300", process=2, count=2, source="--coordinator and --process")
+    for mesh in ([], ["--mesh", "data=2"]):
+        monkeypatch.setattr(sys, "argv", words + mesh)
+        said = str(failure(hosts, -signal.SIGABRT, "(stopped sending heartbeats):\n0\n", None))
+        command = shlex.join(["triplane", "train", "a", option, *mesh])
+        note = (
+            " (--mesh must fit the devices left)"
+            if mesh
+            else " --mesh data=N (N devices of this machine)"
+        )
+        assert said.endswith(f"to go on without it: {command}{note}")
+
+
+def test_torn_lines_of_gloo_are_not_shown():
+    torn = (
+        b"[Gloo] Rank [Gloo] Rank 3 is connected to 3 peer ranks.\n"
+        b"2 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3\n"
+        b"epoch 1/1\n"
+    )
+    shown = io.BytesIO()
+    watching._relay(io.BytesIO(torn), shown, deque())
+    assert shown.getvalue() == b"epoch 1/1\n"
 
 
 def test_a_number_that_is_taken_twice_is_named():

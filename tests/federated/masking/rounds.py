@@ -1,6 +1,7 @@
 """Whole masked rounds in one process: honest devices, a cloud, and losses in each phase."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -59,19 +60,26 @@ def terms(fields=((50, 8),), **changes):
 
 @dataclass
 class MemoryStore:
-    """A ledger store; `saved` has every ledger in order, `fail` makes the next save raise."""
+    """A ledger store; `saved` has every ledger in order, `fail` makes the next update raise.
+
+    meanwhile: what another process of the device does just before the next update.
+    """
 
     saved: list = field(default_factory=list)
     fail: bool = False
+    meanwhile: Callable | None = None
 
     def load(self):
         return self.saved[-1] if self.saved else MaskingLedger()
 
-    def save(self, ledger):
+    def update(self, change):
         if self.fail:
             raise OSError("disk full")
+        other, self.meanwhile = self.meanwhile, None
+        if other is not None:
+            other()
         # Through its bytes: what a device reads after a restart is what counts.
-        self.saved.append(MaskingLedger.decode(ledger.encode()))
+        self.saved.append(MaskingLedger.decode(change(self.load()).encode()))
 
 
 class RememberingVerifier:

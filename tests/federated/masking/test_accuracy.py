@@ -57,7 +57,7 @@ def encoded_mean(number, updates, examples):
     encoding = UpdateEncoding((section,), CAP, seed=number)
     encoded = [encoding.encode([u], n) for u, n in zip(updates, examples, strict=True)]
     sums = [np.array(v, np.uint64).sum(axis=0) for v in zip(*encoded, strict=True)]
-    return encoding.decode(sums, len(updates))[0][0]
+    return encoding.decode(sums, len(updates), cohort=len(updates))[0][0]
 
 
 def exact_mean(_number, updates, examples):

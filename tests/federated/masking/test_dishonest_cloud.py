@@ -136,6 +136,39 @@ def test_two_attempts_at_once():
         rounds[1].mask(range(4), integers(rounds[1]))
 
 
+def test_two_attempts_at_the_same_time():
+    # Both have checked the ledger before either of them writes to it.
+    stores = [MemoryStore() for _ in range(4)]
+    rounds = [Round(4, terms(attempt=i), stores=stores) for i in range(2)]
+    for round_ in rounds:
+        round_.advertise()
+        round_.share(range(4))
+    stores[0].meanwhile = lambda: rounds[1].mask(range(4), integers(rounds[1]))
+    with pytest.raises(Conflict, match="once for each run and base state"):
+        rounds[0].devices[0].mask(rounds[0].deliveries[0], vectors_of(rounds[0].terms.fields, 0))
+    assert [ledger.entries["run-1", BASE.hex()].attempt for ledger in stores[0].saved] == [1]
+
+
+def test_two_lists_of_survivors_at_the_same_time():
+    round_ = masked()
+    device = round_.devices[0]
+    fewer = SurvivorSet(positions=tuple(range(7)))
+    round_.stores[0].meanwhile = lambda: device.sign(round_.survivors)
+    with pytest.raises(Conflict, match="one list of survivors in a round"):
+        device.sign(fewer)
+
+
+def test_two_runs_at_the_same_time_lose_no_entry():
+    stores = [MemoryStore() for _ in range(4)]
+    rounds = [Round(4, terms(run=f"run-{i}"), stores=stores) for i in range(2)]
+    for round_ in rounds:
+        round_.advertise()
+        round_.share(range(4))
+    stores[0].meanwhile = lambda: rounds[1].mask(range(4), integers(rounds[1]))
+    rounds[0].devices[0].mask(rounds[0].deliveries[0], vectors_of(rounds[0].terms.fields, 0))
+    assert sorted(run for run, _ in stores[0].load().entries) == ["run-0", "run-1"]
+
+
 def test_a_ledger_that_went_missing():
     round_ = masked()
     round_.stores[0].saved.clear()
@@ -146,7 +179,7 @@ def test_a_ledger_that_went_missing():
 def test_a_ledger_of_another_session():
     round_ = masked()
     entry = replace(round_.stores[1].load().entries["run-1", BASE.hex()], session="00" * 32)
-    round_.stores[0].save(round_.stores[0].load().with_(round_.terms, entry))
+    round_.stores[0].update(lambda ledger: ledger.with_(round_.terms, entry))
     with pytest.raises(Conflict, match="does not contain this round's contribution"):
         round_.devices[0].sign(round_.survivors)
 
@@ -235,7 +268,7 @@ def test_too_few_sharers():
     ("changes", "positions", "message"),
     [
         ({"least": 6}, (0, 1, 2, 3, 4), "at least 6 devices, the cloud lists 5"),
-        ({}, (0, 1, 2), "must contain 4 of this device's 7 neighbours, the cloud lists 2"),
+        ({}, (0, 1, 2, 3), "must contain 4 of this device's 7 neighbours, the cloud lists 3"),
         ({}, (1, 2, 3, 4, 5), "do not contain this device, 'device-00000'"),
         ({}, (0, 2, 1, 3, 4), "rise strictly"),
         ({}, (0, 1, 1, 3, 4, 5), "rise strictly"),
@@ -283,6 +316,31 @@ def test_different_sharers_for_different_devices():
     signatures = {i: round_.devices[i].sign(everyone).signature for i in range(1, 8)}
     with pytest.raises(InvalidInput, match=r"lists 'device-00000' \(0\) .* same sharers"):
         round_.devices[1].unmask(UnmaskRequest(signatures=signatures, receipts={0: receipt}))
+
+
+def test_signatures_of_devices_with_other_sharers_do_not_count():
+    # All sign the same survivors, but three of them believe that device 7 never shared.
+    round_ = Round(8)
+    round_.advertise()
+    deliveries = round_.share(range(8))
+    few = tuple(range(7))
+    for i in range(7):
+        own = {j: s for j, s in deliveries[i].sealed.items() if j in few}
+        delivery = ShareDelivery(sharers=few, sealed=own) if i < 3 else deliveries[i]
+        round_.devices[i].mask(delivery, vectors_of(round_.terms.fields, i))
+    survivors = SurvivorSet(positions=few)
+    signatures = {i: round_.devices[i].sign(survivors).signature for i in few}
+    with pytest.raises(InvalidInput, match="shows 4 valid signatures of 7; no share"):
+        round_.devices[3].unmask(UnmaskRequest(signatures=signatures, receipts={}))
+
+
+def test_a_key_that_the_cloud_replaced():
+    round_ = Round(4)
+    listed, other = round_.advertise().advertisements, Round(4).devices[3].advertise()
+    for key in ("encryption_key", "mask_key"):
+        replaced = replace(listed[3], **{key: getattr(other, key)})
+        with pytest.raises(InvalidInput, match="'device-00003' are not signed"):
+            round_.devices[0].share(MaskingCohort(advertisements=(*listed[:3], replaced)))
 
 
 def test_withheld_shares():
@@ -375,6 +433,22 @@ def test_a_colluding_device_with_the_keys_of_another():
     with pytest.raises(InvalidInput, match="'device-00003' advertised one that is in use already"):
         other.cloud.add_keys(copied)
     with pytest.raises(InvalidInput, match="every round key is used once"):
+        round_.devices[1].share(MaskingCohort(advertisements=(*cohort.advertisements[:3], copied)))
+
+
+@pytest.mark.parametrize("second", [lambda x: x | 1 << 255, lambda x: 2**255 - 19 + x % 19])
+@pytest.mark.parametrize("key", ["encryption_key", "mask_key"])
+def test_a_colluding_device_with_a_key_in_a_second_encoding(key, second):
+    # X25519 ignores the highest bit and reduces modulo p; such a key would pass for another one,
+    # and no private key that is recovered of shares would match it.
+    round_ = Round(4)
+    cohort = round_.advertise()
+    number = int.from_bytes(getattr(cohort.advertisements[0], key), "little")
+    copied = signed_with(round_, 3, **{key: second(number).to_bytes(32, "little")})
+    other = Round(4)
+    with pytest.raises(InvalidInput, match=r"of 'device-00003' is not below 2\^255 - 19"):
+        other.cloud.add_keys(copied)
+    with pytest.raises(InvalidInput, match=r"of 'device-00003' is not below 2\^255 - 19"):
         round_.devices[1].share(MaskingCohort(advertisements=(*cohort.advertisements[:3], copied)))
 
 

@@ -64,7 +64,7 @@ def test_the_mean_is_within_the_stated_bound(parts, devices, data):
         ]
         for _ in range(devices)
     ]
-    means, weight = encoding.decode(summed(encoding, updates, examples), devices)
+    means, weight = encoding.decode(summed(encoding, updates, examples), devices, cohort=devices)
     counted = [min(w, cap) for w in examples]
     assert weight == sum(counted)
     for part, mean, expected in zip(parts, means, weighted_mean(updates, counted), strict=True):
@@ -78,7 +78,7 @@ def test_rounding_is_unbiased():
     encoding = UpdateEncoding((section,), 1, seed=3)
     update = np.linspace(-0.04, 0.05, 300, dtype=np.float32)
     runs = 400
-    means, _ = encoding.decode(summed(encoding, [[update]] * runs, [1] * runs), runs)
+    means, _ = encoding.decode(summed(encoding, [[update]] * runs, [1] * runs), runs, cohort=runs)
     # Each entry deviates by at most step / 2 for a run; 6 deviations of the mean of all.
     assert np.abs(means[0] - update).max() < 6 * section.step / 2 / np.sqrt(runs)
     # To the nearest level, every entry would be off in the same way each time.
@@ -90,7 +90,7 @@ def test_large_entries_are_clipped_to_the_range_after_the_rotation(sign):
     encoding = UpdateEncoding((EncodedSection(256, range=1.0, bits=8),), 1, seed=0)
     update = np.zeros(256, np.float32)
     update[0] = sign * 1e29
-    means, _ = encoding.decode(summed(encoding, [[update]], [1]), 1)
+    means, _ = encoding.decode(summed(encoding, [[update]], [1]), 1, cohort=1)
     # One entry becomes 256 of the same size; each is clipped to 1.
     assert means[0][0] == pytest.approx(sign * 16.0, rel=1e-3)
     assert np.abs(means[0][1:]).max() < 1e-3
@@ -103,9 +103,14 @@ def test_the_least_and_the_largest_sum_are_read_as_such(devices, noise_bits):
     encoding = UpdateEncoding((section,), 1, seed=0)
     for total, level in ((0, -1.0), (255 * devices, 1.0)):
         sums = [np.full(256, total, np.uint64), np.array([devices], np.uint64)]
-        rotated = np.abs(encoding.decode(sums, devices)[0][0])
+        rotated = np.abs(encoding.decode(sums, devices, cohort=devices)[0][0])
         assert rotated.max() == pytest.approx(16 * abs(level))
-        assert encoding.decode(sums, devices)[0][0].sum() * level * encoding._signs[0][0] > 0
+        assert (
+            encoding.decode(sums, devices, cohort=devices)[0][0].sum()
+            * level
+            * encoding._signs[0][0]
+            > 0
+        )
 
 
 def test_the_rotation_spreads_a_few_large_entries():
@@ -114,7 +119,7 @@ def test_the_rotation_spreads_a_few_large_entries():
     update = np.zeros(entries, np.float32)
     update[[5, 6, 7]] = norm / np.sqrt(3)
     encoding = UpdateEncoding((section,), 10, seed=1)
-    means, weight = encoding.decode(summed(encoding, [[update]] * 3, [10] * 3), 3)
+    means, weight = encoding.decode(summed(encoding, [[update]] * 3, [10] * 3), 3, cohort=3)
     assert weight == 30
     assert np.linalg.norm(means[0] - update) < 0.05 * norm
 
@@ -130,12 +135,23 @@ def test_noise_may_make_integers_negative_and_the_sum_is_read_around_its_middle(
     update = np.linspace(-0.05, 0.05, 256, dtype=np.float32)
     levels = [encoding.encode([update], 1) for _ in range(3)]
     sums = round_.run(lambda i: [levels[i][0].astype(np.int64) + noise[i], levels[i][1]])
-    noisy = encoding.decode(sums, 3)[0][0]
+    noisy = encoding.decode(sums, 3, cohort=3)[0][0]
     clear = [np.array([v[at] for v in levels], np.uint64).sum(axis=0) for at in (0, 1)]
-    plain = encoding.decode(clear, 3)
+    plain = encoding.decode(clear, 3, cohort=3)
     rotated = noise.sum(axis=0) * section.step / 3
     expected = (hadamard_matrix(256) @ rotated) * encoding._signs[0]
     np.testing.assert_allclose(noisy - plain[0][0], expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("total", [-4000, 2 * 255 + 4000])
+def test_a_sum_of_few_survivors_has_the_modulus_of_the_whole_cohort(total):
+    # 100 devices began, 2 were left: their noise may use all of the cohort's 15 bits.
+    section = EncodedSection(256, range=1.0, bits=8, noise_bits=0)
+    encoding = UpdateEncoding((section,), 1, seed=0)
+    sums = [np.full(256, total % 2**15, np.uint64), np.array([2], np.uint64)]
+    rotated = np.full(256, (total / 2 - 255 / 2) * section.step)
+    expected = (hadamard_matrix(256) @ rotated) * encoding._signs[0]
+    np.testing.assert_allclose(encoding.decode(sums, 2, cohort=100)[0][0], expected, atol=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -182,14 +198,24 @@ def test_sums_that_no_devices_can_have_are_refused():
     total = np.zeros(256, np.uint64)
     for weight in (2, 16):
         with pytest.raises(InvalidInput, match=f"add up to 3 to 15, got {weight}"):
-            encoding.decode([total, np.array([weight], np.uint64)], 3)
+            encoding.decode([total, np.array([weight], np.uint64)], 3, cohort=3)
+    with pytest.raises(InvalidInput, match="of 3 devices cannot come from a cohort of 2"):
+        encoding.decode([total, np.array([3], np.uint64)], 3, cohort=2)
     with pytest.raises(InvalidInput, match=r"the sum of section 0 is uint64\[256\]"):
-        encoding.decode([total[:9], np.array([3], np.uint64)], 3)
+        encoding.decode([total[:9], np.array([3], np.uint64)], 3, cohort=3)
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [(0, 1.0), (1, 0.0), (1, float("nan")), (1, float("inf")), (1, 1.0, 0), (1, 1.0, 25)],
+    [
+        (0, 1.0),
+        (1, 0.0),
+        (1, float("nan")),
+        (1, 1e-300),
+        (1, float("inf")),
+        (1, 1.0, 0),
+        (1, 1.0, 25),
+    ],
 )
 def test_sections_have_limits(arguments):
     with pytest.raises(InvalidInput, match="a section has"):
@@ -208,7 +234,7 @@ def test_a_masked_round_gives_the_weighted_mean():
     examples = [10, 70, 3, 50, 8]
     round_ = Round(5, terms([(f.entries, f.bits) for f in encoding.fields]))
     sums = round_.run(lambda i: encoding.encode(updates[i], examples[i]), {"mask": {3}})
-    means, weight = encoding.decode(sums, 4)
+    means, weight = encoding.decode(sums, 4, cohort=5)
     counted = [i for i in range(5) if i != 3]
     assert weight == 10 + 50 + 3 + 8
     expected = weighted_mean([updates[i] for i in counted], [10, 50, 3, 8])

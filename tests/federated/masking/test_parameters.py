@@ -79,9 +79,9 @@ def test_no_second_survivor_set_and_no_second_secret_can_be_had(devices, lost, c
 
 def test_the_parameters_of_a_cohort_are_these():
     # Device and cloud compute them apart, perhaps in different versions: they must not change.
-    small, large = choose(3, lost_share=0.0), choose(1000)
-    shape = [(p.neighbours, p.threshold, p.quorum, p.lost, p.colluding) for p in (small, large)]
-    assert shape == [(2, 2, 2, 0, 0), (572, 337, 526, 333, 50)]
+    cohorts = choose(3, lost_share=0.0), choose(1000), choose(1000, lost_share=0.1)
+    shape = [(p.neighbours, p.threshold, p.quorum, p.lost, p.colluding) for p in cohorts]
+    assert shape == [(2, 2, 2, 0, 0), (572, 337, 526, 333, 50), (178, 136, 526, 100, 50)]
 
 
 def test_few_losses_and_colluders_need_few_neighbours():

@@ -1,6 +1,10 @@
 """What a session derives: its digest covers all keys, and no two purposes share a key."""
 
+import contextlib
+import hashlib
+import hmac
 import itertools
+import struct
 from dataclasses import replace
 
 import pytest
@@ -14,7 +18,8 @@ from triplane.unified_ir.federated.masking.messages import (
     statement,
 )
 from triplane.unified_ir.federated.masking.primitives import RoundKey
-from triplane.unified_ir.federated.masking.session import MaskingSession
+from triplane.unified_ir.federated.masking.session import MaskingSession, self_mask_commitment
+from triplane.unified_ir.federated.masking.shamir import join_shares
 
 
 @pytest.fixture
@@ -54,6 +59,7 @@ def test_the_digest_covers_every_key_and_every_term_but_no_signature(round_):
         ),
     }
     assert len(others | {first}) == 13
+    assert digest_with(terms(fields=((50, 8, 1),))) not in others | {first}
 
 
 def test_a_key_encrypts_one_message_only(round_):
@@ -95,6 +101,55 @@ def test_every_round_has_new_secrets():
     assert all(len(value) == 32 for value in values)
     assert repr(first.mask) == object.__repr__(first.mask)
     assert isinstance(first.mask, RoundKey)
+
+
+def test_secrets_have_full_entropy():
+    keys = [RoundKey.generate().private for _ in range(40)]
+    seeds = [Round(3).devices[0]._secrets.seed for _ in range(40)]
+    for secrets in (keys, seeds):
+        # A byte that is the same in 40 secrets is not random.
+        assert all(len(set(column)) > 1 for column in zip(*secrets, strict=True))
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_fewer_shares_than_the_threshold_give_no_secret(kind):
+    round_ = Round(7)
+    sealed, shares = round_.devices[0].share(round_.advertise()).sealed, {}
+    session, threshold = round_.cloud.session, round_.cloud.session.parameters.threshold
+    for i in range(1, 7):
+        plain = session.open(round_.devices[i]._secrets.encryption, 0, i, sealed[i])
+        shares[i] = decode_shares(plain, 0, i)[kind]
+    own = round_.devices[0]._secrets
+    secret = (own.seed, own.mask.private)[kind]
+    assert join_shares({i: shares[i] for i in range(1, 1 + threshold)}) == secret
+    with contextlib.suppress(Corrupt):
+        assert join_shares({i: shares[i] for i in range(1, threshold)}) != secret
+
+
+def by_hand(purpose, *parts):
+    """The bytes of a statement, written out."""
+    head = b"triplane masking 1 " + purpose
+    return b"".join(struct.pack(">Q", len(part)) + part for part in (head, *parts))
+
+
+def hkdf_by_hand(secret, salt, info):
+    """RFC 5869 for one block."""
+    extracted = hmac.digest(salt, secret, "sha256")
+    return hmac.digest(extracted, info + b"\x01", "sha256")
+
+
+def test_everything_is_derived_as_documented(round_):
+    # Device and cloud derive these apart, perhaps in different versions.
+    session, keys = round_.cloud.session, round_.devices[0]._secrets
+    seed = bytes(range(32))
+    assert session.self_mask_key(seed) == hkdf_by_hand(seed, session.digest, by_hand(b"self mask"))
+    commitment = hashlib.sha256(by_hand(b"self mask commitment", seed)).digest()
+    assert self_mask_commitment(seed) == commitment
+    agreed = keys.mask.agree(round_.cohort.advertisements[2].mask_key)
+    pair = by_hand(b"pair mask", struct.pack(">2I", 0, 2))
+    assert session.pair_mask_key(keys.mask, 0, 2) == hkdf_by_hand(agreed, session.digest, pair)
+    survivors = by_hand(b"survivors", session.digest, bytes(4) + b"\0\0\0\x01", bytes(4))
+    assert session.survivor_statement((0, 1), (0,)) == survivors
 
 
 def test_no_two_statements_share_their_bytes():

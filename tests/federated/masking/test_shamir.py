@@ -15,6 +15,7 @@ from triplane.unified_ir.federated.masking.shamir import (
     SHARE_BYTES,
     join_shares,
     split_secret,
+    wrong_shares,
 )
 
 
@@ -60,6 +61,13 @@ def test_fewer_shares_fit_every_secret():
     assert len(secrets) == 50
 
 
+def test_coefficients_are_drawn_from_the_whole_field():
+    # At x = 1, a share of zero by two holders is the coefficient itself.
+    drawn = [int.from_bytes(split_secret(bytes(32), 2, range(2))[0], "big") for _ in range(60)]
+    assert max(drawn) > PRIME // 2 > min(drawn)
+    assert all(y.bit_length() > 200 for y in drawn)
+
+
 def test_equal_secrets_have_different_shares():
     first, second = (split_secret(bytes(32), 2, range(3)) for _ in range(2))
     assert not set(first.values()) & set(second.values())
@@ -99,3 +107,19 @@ def test_a_wrong_share_gives_another_secret():
     shares[0] = shares[0][:-1] + bytes([shares[0][-1] ^ 1])
     with contextlib.suppress(Corrupt):
         assert join_shares(shares) != secret
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.data())
+def test_wrong_shares_are_found_up_to_half_the_surplus(threshold, surplus, data):
+    holders = range(threshold + surplus)
+    shares = split_secret(os.urandom(32), threshold, holders)
+    liars = data.draw(st.sets(st.sampled_from(holders), max_size=surplus // 2))
+    wrong = {i: data.draw(st.sampled_from([0, 1, PRIME - 1])).to_bytes(33, "big") for i in liars}
+    assert wrong_shares({**shares, **wrong}, threshold) == liars
+
+
+def test_more_wrong_shares_are_not_guessed():
+    shares = split_secret(os.urandom(32), 4, range(8))
+    wrong = {i: os.urandom(32).rjust(33, b"\0") for i in range(3)}
+    assert wrong_shares({**shares, **wrong}, 4) is None
+    assert wrong_shares(dict.fromkeys(range(8), bytes(33)), 4) == set()

@@ -23,6 +23,7 @@ from triplane.unified_ir.passes.sharding import (
     data_parallel,
     plan,
     plan_with_layouts,
+    report,
 )
 from triplane.unified_ir.passes.sharding.planner import MARGIN
 from triplane.unified_ir.passes.sharding.problem import ShardingProblem
@@ -100,6 +101,13 @@ class TestTheSlides:
         best = plan(function, 16)
         assert best.sent_bytes == 0
         assert best.seconds <= given.cost
+
+    def test_rounding_shows_no_negative_time_of_communication(self):
+        chains = [products((n, 64), *[(64, 64)] * k) for n in (8, 16, 32) for k in range(2, 7)]
+        plans = [best for best in (plan(f, 4) for f in chains) if best.seconds < best.compute_s]
+        assert plans, "no sum is rounded down here any more"
+        for best in plans:
+            assert "0 us of communication" in "\n".join(report.table(best))
 
     def test_a_cut_sum_is_an_all_reduce(self):
         function = products((8, 4096), (4096, 8))

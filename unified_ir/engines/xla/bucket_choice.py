@@ -19,6 +19,7 @@ from triplane.unified_ir.passes.sharding.buckets import DIGITS, BucketPlan, Grad
 MAX_CHOICES: Final = 1024
 """Lists of gradients in one checkpoint."""
 CHECKPOINT: Final = "as in the checkpoint"
+_WAY_OUT: Final = "resume from an older checkpoint, or with other buckets, such as one"
 _DIGEST: Final = re.compile(f"[0-9a-f]{{{DIGITS}}}")
 
 
@@ -39,7 +40,8 @@ class BucketChoices:
             return None
         if ends[-1] != len(buckets.tensors):
             raise Corrupt(
-                f"the checkpoint's buckets end at gradient {ends[-1]} of {len(buckets.tensors)}"
+                f"the checkpoint's buckets end at gradient {ends[-1]} of {len(buckets.tensors)}; "
+                f"{_WAY_OUT}"
             )
         loaded = buckets.digest in self._loaded
         return buckets.ending_at(CHECKPOINT if loaded else "as measured before", ends)
@@ -69,8 +71,12 @@ class BucketChoices:
 def _checked(key: str, ends: Array) -> tuple[int, ...]:
     if not _DIGEST.fullmatch(key) or ends.dtype != np.int64 or ends.ndim != 1 or not ends.size:
         raise Corrupt(
-            f"the checkpoint's choice of buckets {key[:DIGITS]!r} is {ends.dtype}{ends.shape}"
+            f"the checkpoint's choice of buckets {key[:DIGITS]!r} is {ends.dtype}{ends.shape}; "
+            f"{_WAY_OUT}"
         )
-    if (np.diff(ends, prepend=0) <= 0).any():
-        raise Corrupt(f"the checkpoint's buckets do not follow each other: {ends[:8].tolist()}")
+    # Compared in pairs: a difference may wrap around to a positive number.
+    if ends[0] <= 0 or (ends[1:] <= ends[:-1]).any():
+        raise Corrupt(
+            f"the checkpoint's buckets do not follow each other: {ends[:8].tolist()}; {_WAY_OUT}"
+        )
     return tuple(ends.tolist())

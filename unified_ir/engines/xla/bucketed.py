@@ -88,7 +88,7 @@ class BucketedDevices(Devices):
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Take what a checkpoint holds in place of what would be measured; see `BucketChoices`."""
-        if self._choices.load(state):
+        if self._how == AUTO and self._choices.load(state):
             self.revision += 1
 
     def placement(

@@ -70,7 +70,10 @@ class Hosts:
             )
         for name, seconds in waits.items():
             if not 1 <= seconds <= MAX_WAIT_S:
-                raise InvalidInput(f"{name} is in 1..{MAX_WAIT_S} seconds, got {seconds}")
+                option = name.removesuffix("_s").replace("_", "-")
+                raise InvalidInput(
+                    f"{name} (--{option}) is 1 to {MAX_WAIT_S} seconds, got {seconds}"
+                )
 
     def __str__(self) -> str:
         where = f"coordinator {self.coordinator}"

@@ -445,9 +445,7 @@ def _changing(plan: Learner, state: Mapping[str, Array]) -> list[str]:
 
 def batches(plan: Learner, work: Work, shard: Shard) -> Iterator[dict[str, Array]]:
     """Yield the batch, or the episode, of each of a device's steps."""
-    draws = work.draws("samples")
-    names = [tensor.name for tensor in plan.inputs(LEARN)]
-    episodes = any(name.startswith((SUPPORT, QUERY)) for name in names)
+    draws, episodes = work.draws("samples"), takes_episodes(plan)
     if work.ways and not episodes:
         raise InvalidInput(
             f"episodes of {work.ways} classes need an algorithm that learns from episodes, such as "
@@ -485,9 +483,17 @@ def _batches(draws: Draws, work: Work, shard: Shard) -> Iterator[Parts]:
         rows = rows[size:]
 
 
-def _episodes(draws: Draws, work: Work, shard: Shard) -> Iterator[Parts]:
-    """Yield disjoint support and query of each step; a small shard shrinks both in proportion."""
-    n, support, query = shard.examples, work.support, work.query
+def takes_episodes(plan: Learner) -> bool:
+    """Return whether a step of the plan takes an episode instead of a batch."""
+    return any(tensor.name.startswith((SUPPORT, QUERY)) for tensor in plan.inputs(LEARN))
+
+
+def episode_sizes(work: Work, n: int) -> tuple[int, int]:
+    """Return the samples of support and query in a step, of n in the shard.
+
+    A small shard shrinks both in proportion. InvalidInput: one of them would be empty.
+    """
+    support, query = work.support, work.query
     if support < 1 or query < 1 or n < 2:
         raise InvalidInput(
             f"an episode needs at least 1 sample each for support and query; got {support} and "
@@ -497,6 +503,13 @@ def _episodes(draws: Draws, work: Work, shard: Shard) -> Iterator[Parts]:
         # In proportion, with at least one sample on each side.
         support = min(max(1, n * support // (support + query)), n - 1)
         query = n - support
+    return support, query
+
+
+def _episodes(draws: Draws, work: Work, shard: Shard) -> Iterator[Parts]:
+    """Yield disjoint support and query of each step."""
+    n = shard.examples
+    support, query = episode_sizes(work, n)
     while True:
         order = draws.permutation(n)
         rows = {SUPPORT: order[:support], QUERY: order[support : support + query]}

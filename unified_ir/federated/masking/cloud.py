@@ -8,8 +8,11 @@ are. Messages of a phase that has ended are refused with Conflict; equal message
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import IntEnum
+from types import MappingProxyType
+from typing import Final
 
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, Unavailable
 from triplane.unified_ir.federated.masking.integers import IntegerSum, Vector
@@ -38,7 +41,10 @@ from triplane.unified_ir.federated.masking.session import (
     check_advertisement,
     self_mask_commitment,
 )
-from triplane.unified_ir.federated.masking.shamir import join_shares, parse_share
+from triplane.unified_ir.federated.masking.shamir import join_shares, parse_share, wrong_shares
+
+MAX_CHOICES: Final = 64
+"""Sets of shares to try where more than half of the surplus is wrong: all, for up to 9 devices."""
 
 
 class MaskingPhase(IntEnum):
@@ -66,6 +72,7 @@ class MaskingCloud:
         self._receipts: dict[int, bytes] = {}
         self._signatures: dict[int, bytes] = {}
         self._revealed: dict[int, RevealedShares] = {}
+        self._suspects: set[int] = set()
         self._session: MaskingSession
         self._sharers: tuple[int, ...]
         self._survivors: tuple[int, ...]
@@ -176,7 +183,12 @@ class MaskingCloud:
                 f"{len(self._survivors)} did; the round cannot be unmasked"
             )
         self._phase = MaskingPhase.REVEALS
-        return {i: self._request(i) for i in self._survivors}
+        # One table for all requests: copies for 10,000 survivors would need gigabytes.
+        signatures = MappingProxyType(dict(self._signatures))
+        return {
+            i: UnmaskRequest(signatures=signatures, receipts=self._receipts_for(i))
+            for i in self._survivors
+        }
 
     def add_reveal(self, revealed: RevealedShares) -> None:
         """Take the shares that a survivor reveals."""
@@ -237,10 +249,9 @@ class MaskingCloud:
         for key in keys:
             probe.agree(key)
 
-    def _request(self, position: int) -> UnmaskRequest:
-        neighbours = self._session.neighbours_among(position, self._survivors)
-        receipts = {i: self._receipts[i] for i in neighbours}
-        return UnmaskRequest(signatures=dict(self._signatures), receipts=receipts)
+    def _receipts_for(self, position: int) -> dict[int, bytes]:
+        neighbours = self._session.neighbours_among(position, self._receipts.keys())
+        return {i: self._receipts[i] for i in neighbours}
 
     def _seed(self, position: int) -> bytes:
         shares = {
@@ -266,16 +277,14 @@ class MaskingCloud:
     def _join(
         self, shares: Mapping[int, bytes], what: str, matches: Callable[[bytes], bool]
     ) -> bytes:
-        """Return the secret that matches, of any run of shares as long as the threshold."""
-        threshold, holders = self._session.parameters.threshold, list(shares)
-        if len(holders) < threshold:
+        """Return the secret that matches. Unavailable for too few shares."""
+        threshold = self._session.parameters.threshold
+        if len(shares) < threshold:
             raise Unavailable(
-                f"{threshold} shares recover {what} and {len(holders)} were revealed, by "
+                f"{threshold} shares recover {what} and {len(shares)} were revealed, by "
                 f"{len(self._revealed)} of {len(self._survivors)} survivors"
             )
-        # More shares than the threshold let the round succeed although some devices lie.
-        for start in range(len(holders) if len(holders) > threshold else 1):
-            chosen = [holders[(start + i) % len(holders)] for i in range(threshold)]
+        for chosen in self._choices(shares, threshold):
             try:
                 secret = join_shares({i: shares[i] for i in chosen})
             except Corrupt:
@@ -283,9 +292,23 @@ class MaskingCloud:
             if matches(secret):
                 return secret
         raise Corrupt(
-            f"{what} cannot be recovered of {len(holders)} shares: wrong shares were revealed, or "
+            f"{what} cannot be recovered of {len(shares)} shares: wrong shares were revealed, or "
             "the device shared something else; repeat the round from a new state"
         )
+
+    def _choices(self, shares: Mapping[int, bytes], threshold: int) -> Iterator[Sequence[int]]:
+        """Yield holders whose shares may all be right, as many as the threshold.
+
+        A device that lied is asked last from then on, so each costs the cloud time once.
+        """
+        holders = sorted(shares, key=lambda i: (i in self._suspects, i))
+        yield holders[:threshold]
+        wrong = wrong_shares(shares, threshold)
+        if wrong is None:
+            yield from itertools.islice(itertools.combinations(holders, threshold), 1, MAX_CHOICES)
+        else:
+            self._suspects |= wrong
+            yield [i for i in holders if i not in wrong][:threshold]
 
     def _enough(self, members: Collection[int], what: str) -> tuple[int, ...]:
         parameters = self._session.parameters

@@ -1,9 +1,9 @@
 """A device's side of one masked round.
 
 Call `advertise`, `share`, `mask`, `sign` and `unmask` in this order, each with the cloud's newest
-answer. A repeated call with an equal message returns the first answer again; with another message
-it is refused, and nothing is sent. All secrets are new in every round and are never stored, so
-after a restart the device leaves the round (`ledger.py`).
+answer, one call at a time. A repeated call with an equal message returns the first answer again;
+with another message it is refused, and nothing is sent. All secrets are new in every round and are
+never stored, so after a restart the device leaves the round (`ledger.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ from typing import Any, Final, NoReturn, TypeVar
 
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput
 from triplane.unified_ir.federated.masking.integers import IntegerSum, Vector
-from triplane.unified_ir.federated.masking.ledger import LedgerEntry, LedgerStore, ledger_key
+from triplane.unified_ir.federated.masking.ledger import (
+    LedgerEntry,
+    LedgerStore,
+    MaskingLedger,
+    ledger_key,
+)
 from triplane.unified_ir.federated.masking.messages import (
     SEALED_BYTES,
     Advertisement,
@@ -61,8 +66,8 @@ class _Secrets:
 class MaskingDevice:
     """One device in one round.
 
-    store: its ledger, which is saved before each message that it restricts; if that raises, there
-    is no message. Conflict if this device has contributed for the run and base state.
+    store: its ledger, which is updated before each message that it restricts; if that raises,
+    there is no message. Conflict if this device has contributed for the run and base state.
     """
 
     def __init__(
@@ -122,10 +127,7 @@ class MaskingDevice:
         total.add(vectors)
         self._received = self._open(delivery.sealed)
         self._add_masks(total, neighbours)
-        # Another attempt may have contributed since this one began.
-        self._store.load().check_new(self._terms)
-        terms, digest = self._terms, session.digest.hex()
-        self._record(LedgerEntry(round=terms.round, attempt=terms.attempt, session=digest))
+        self._store.update(self._begun)
         signature = self._signer.sign(session.input_statement(position, sharers))
         masked = MaskedInput(position=position, data=total.encode(), signature=signature)
         self._sharers = sharers
@@ -143,10 +145,14 @@ class MaskingDevice:
             )
         signed = self._session.survivor_statement(self._sharers, positions)
         digest = hashlib.sha256(signed).hexdigest()
-        entry = self._entry()
-        if entry.survivors not in {"", digest}:
-            _refuse_second("sign")
-        self._record(replace(entry, survivors=digest))
+
+        def change(ledger: MaskingLedger) -> MaskingLedger:
+            entry = self._entry(ledger)
+            if entry.survivors not in {"", digest}:
+                _refuse_second("sign")
+            return ledger.with_(self._terms, replace(entry, survivors=digest))
+
+        self._store.update(change)
         signature = self._signer.sign(signed)
         self._survivors = positions
         answer = SurvivorSignature(position=self._position, signature=signature)
@@ -169,7 +175,12 @@ class MaskingDevice:
             mask_keys={i: shares[1] for i, shares in received.items() if i not in alive},
         )
         both = tuple(sorted(revealed.self_masks)), tuple(sorted(revealed.mask_keys))
-        self._record(replace(self._entry(), self_masks=both[0], mask_keys=both[1]))
+
+        def change(ledger: MaskingLedger) -> MaskingLedger:
+            entry = replace(self._entry(ledger), self_masks=both[0], mask_keys=both[1])
+            return ledger.with_(self._terms, entry)
+
+        self._store.update(change)
         return self._answer("unmask", request, revealed)
 
     def _signed_keys(self) -> Advertisement:
@@ -268,12 +279,16 @@ class MaskingDevice:
                     "of its masked input over the same sharers; no share is revealed"
                 )
 
-    def _record(self, entry: LedgerEntry) -> None:
-        self._store.save(self._store.load().with_(self._terms, entry))
+    def _begun(self, ledger: MaskingLedger) -> MaskingLedger:
+        """Return the ledger with this round's entry, unless another attempt has contributed."""
+        ledger.check_new(self._terms)
+        terms, digest = self._terms, self._session.digest.hex()
+        entry = LedgerEntry(round=terms.round, attempt=terms.attempt, session=digest)
+        return ledger.with_(terms, entry)
 
-    def _entry(self) -> LedgerEntry:
-        """Return this round's entry. Conflict if the store has lost it or has another session's."""
-        entry = self._store.load().entries.get(ledger_key(self._terms))
+    def _entry(self, ledger: MaskingLedger) -> LedgerEntry:
+        """Return this round's entry. Conflict if the ledger lacks it or has another session's."""
+        entry = ledger.entries.get(ledger_key(self._terms))
         if entry is None or entry.session != self._session.digest.hex():
             raise Conflict(
                 "the masking ledger does not contain this round's contribution; the device leaves "

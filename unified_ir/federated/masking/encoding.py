@@ -38,6 +38,7 @@ MAX_LEVEL_BITS: Final = 24
 MAX_ENTRY: Final = 1e30
 """Sums of a block of larger entries could pass the range of float32."""
 _CHUNK: Final = 1 << 16
+_FLOAT32: Final = np.finfo(np.float32)
 
 Floats = npt.NDArray[np.float32]
 
@@ -56,9 +57,9 @@ class EncodedSection:
     noise_bits: int = 0
 
     def __post_init__(self) -> None:
-        if not (0 < self.range < float(np.finfo(np.float32).max)) or self.entries < 1:
+        if not (_FLOAT32.tiny <= self.range < _FLOAT32.max) or self.entries < 1:
             raise InvalidInput(
-                f"a section has entries and a positive, finite range, got {self.entries} entries "
+                f"a section has entries and a range that float32 has, got {self.entries} entries "
                 f"and range {self.range}"
             )
         if not (1 <= self.bits <= MAX_LEVEL_BITS and 0 <= self.noise_bits <= MAX_LEVEL_BITS):
@@ -142,11 +143,16 @@ class UpdateEncoding:
         vectors = [self._levels(i, section, x, weight) for i, (section, x) in pairs]
         return (*vectors, np.array([weight], np.uint64))
 
-    def decode(self, sums: Sequence[Vector], devices: int) -> tuple[tuple[Floats, ...], int]:
+    def decode(
+        self, sums: Sequence[Vector], devices: int, *, cohort: int
+    ) -> tuple[tuple[Floats, ...], int]:
         """Return (weighted mean of the updates, sum of the weights) of the sum over `devices`.
 
+        cohort: devices that the round began with, which decide the modulus.
         InvalidInput if no such sum is possible, for example because a device lied about its weight.
         """
+        if devices > cohort:
+            raise InvalidInput(f"a sum of {devices} devices cannot come from a cohort of {cohort}")
         *vectors, weights = sums
         weight = int(weights[0])
         if not devices <= weight <= devices * self.cap:
@@ -156,7 +162,7 @@ class UpdateEncoding:
             )
         pairs = enumerate(zip(self.sections, vectors, strict=True))
         means = [
-            self._mean(i, section, total, devices, self.cap / weight)
+            self._mean(i, section, _centred(i, section, total, devices, cohort), self.cap / weight)
             for i, (section, total) in pairs
         ]
         return tuple(means), weight
@@ -179,20 +185,9 @@ class UpdateEncoding:
         return levels
 
     def _mean(
-        self, at: int, section: EncodedSection, total: Vector, devices: int, scale: float
+        self, at: int, section: EncodedSection, centred: npt.NDArray[np.float64], scale: float
     ) -> Floats:
-        if total.shape != (section.padded,) or total.dtype != np.uint64:
-            raise InvalidInput(
-                f"the sum of section {at} is uint64[{section.padded}], got "
-                f"{total.dtype}{total.shape}"
-            )
-        # Noise may make a sum negative or larger, so it is read as the number modulo 2^width that
-        # is nearest to the middle of what is possible without noise.
-        half = 1 << (section.field.width(devices) - 1)
-        largest = devices * ((1 << section.bits) - 1)
-        below = (largest + 1) // 2 - half
-        levels = (total.astype(np.int64) - below) % (2 * half) + below
-        z: Floats = ((levels - largest / 2) * (section.step * scale)).astype(np.float32)
+        z: Floats = (centred * (section.step * scale)).astype(np.float32)
         self._rotate_back(at, section, z)
         return z[: section.entries]
 
@@ -212,6 +207,23 @@ class UpdateEncoding:
         """The public signs of each section, from one stream of random bits."""
         draws = Draws(self.seed, 0, "", "masking rotation")
         return tuple(_random_signs(draws, section.padded) for section in self.sections)
+
+
+def _centred(
+    at: int, section: EncodedSection, total: Vector, devices: int, cohort: int
+) -> npt.NDArray[np.float64]:
+    """Return the sums of levels less their middle, which is the sum of zeros."""
+    if total.shape != (section.padded,) or total.dtype != np.uint64:
+        raise InvalidInput(
+            f"the sum of section {at} is uint64[{section.padded}], got {total.dtype}{total.shape}"
+        )
+    # Noise may make a sum negative or larger, so it is read as the number modulo 2^width that is
+    # nearest to the middle of what is possible without noise.
+    half = 1 << (section.field.width(cohort) - 1)
+    largest = devices * ((1 << section.bits) - 1)
+    below = (largest + 1) // 2 - half
+    levels = (total.astype(np.int64) - below) % (2 * half) + below
+    return levels.astype(np.float64) - largest / 2
 
 
 def _check_entries(at: int, section: EncodedSection, x: npt.NDArray[Any]) -> None:

@@ -8,7 +8,7 @@ before the message leaves, and a device that finds an entry of an earlier proces
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
@@ -63,14 +63,14 @@ class MaskingLedger:
         """Return what `encode` wrote. Corrupt for anything else."""
         try:
             rows = json.loads(data)
-            entries = {(run, base): _entry(values) for run, base, values in rows}
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            ledger = cls({(run, base): _entry(values) for run, base, values in rows})
+            unchanged = ledger.encode() == data
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise Corrupt(
                 f"the masking ledger cannot be read ({error}); this device must not contribute to "
                 "masked runs that began before now"
             ) from error
-        ledger = cls(entries)
-        if ledger.encode() != data:
+        if not unchanged:
             raise Corrupt("the masking ledger was changed after it was written")
         return ledger
 
@@ -79,10 +79,14 @@ class LedgerStore(Protocol):
     """Where a device keeps its ledger."""
 
     def load(self) -> MaskingLedger:
-        """Return the newest ledger that was saved, or an empty one."""
+        """Return the newest ledger, or an empty one."""
 
-    def save(self, ledger: MaskingLedger) -> None:
-        """Write the ledger; it is durable when this returns."""
+    def update(self, change: Callable[[MaskingLedger], MaskingLedger]) -> None:
+        """Replace the ledger by `change` of the newest one; it is durable when this returns.
+
+        No other update may come between, of this process or another one: `change` decides whether
+        the device may contribute. If it raises, the ledger stays as it is.
+        """
 
 
 def _entry(values: Mapping[str, object]) -> LedgerEntry:

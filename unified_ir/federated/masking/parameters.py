@@ -26,8 +26,11 @@ MIN_COHORT: Final = 3
 MAX_COHORT: Final = 10_000
 COMPLETE_UP_TO: Final = 64
 """Cohorts of up to as many devices use the complete graph, which needs no assumption on chance."""
-GRINDING_TRIES: Final = 2**40
-"""Graphs that a cloud may try: a colluding device can make round keys until the graph suits it."""
+GRINDING_TRIES: Final = 2**80
+"""Graphs that a cloud may try: a colluding device can make round keys until the graph suits it.
+
+A try costs some 20 us of one core, offline: 2^40 would be within reach of whoever runs a cloud.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

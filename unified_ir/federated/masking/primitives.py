@@ -27,6 +27,8 @@ except ImportError as error:  # pragma: no cover - the tests' environment has it
     ) from error
 
 KEY_BYTES: Final = 32
+FIELD_PRIME: Final = 2**255 - 19
+"""Public keys of X25519 are integers below it, little-endian."""
 MAX_SIGNATURE_BYTES: Final = 80
 """A signature of ECDSA P-256 in DER has at most 72 bytes."""
 CHUNK_BYTES: Final = 1 << 18

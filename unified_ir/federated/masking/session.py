@@ -20,6 +20,7 @@ from triplane.unified_ir.federated.masking.messages import (
     statement,
 )
 from triplane.unified_ir.federated.masking.primitives import (
+    FIELD_PRIME,
     KEY_BYTES,
     IdentityVerifier,
     RoundKey,
@@ -121,6 +122,11 @@ def check_advertisement(
     check_pseudonym(advertisement.device, "a device")
     for key in (advertisement.encryption_key, advertisement.mask_key):
         check_length(key, KEY_BYTES, f"a round key of {advertisement.device!r}")
+        # X25519 takes a second encoding for the same key; a recovered key would not match it.
+        if int.from_bytes(key, "little") >= FIELD_PRIME:
+            raise InvalidInput(
+                f"the round key {key.hex()} of {advertisement.device!r} is not below 2^255 - 19"
+            )
     signed = advertisement.signed_bytes(terms)
     if not verifier.verifies(advertisement.device, signed, advertisement.signature):
         raise InvalidInput(

@@ -8,6 +8,7 @@ holder's position + 1.
 
 from __future__ import annotations
 
+import itertools
 import math
 import secrets
 from collections.abc import Mapping, Sequence
@@ -67,3 +68,64 @@ def join_shares(shares: Mapping[int, bytes]) -> bytes:
     if secret >> (8 * SECRET_BYTES):
         raise Corrupt("the shares do not belong to one secret of 32 bytes")
     return secret.to_bytes(SECRET_BYTES, "big")
+
+
+def wrong_shares(shares: Mapping[int, bytes], threshold: int) -> set[int] | None:
+    """Return the holders whose shares are wrong, or None if more than half of the surplus are.
+
+    Shares are a Reed-Solomon code word; n of them, t the threshold, correct (n - t) // 2 errors
+    (Gao 2003). It takes O(n^2) products, so hostile shares cost little time.
+    """
+    points = {x: parse_share(share) for x, share in shares.items()}
+    earlier, remainder = _interpolate({x + 1: y for x, y in points.items()})
+    locator_before, locator = [], [1]
+    while 2 * (len(remainder) - 1) >= len(points) + threshold:
+        quotient, rest = _divide(earlier, remainder)
+        earlier, remainder = remainder, rest
+        product = _multiply(quotient, locator)
+        locator_before, locator = locator, _subtract(locator_before, product)
+    polynomial, rest = _divide(remainder, locator)
+    if rest or len(polynomial) > threshold:
+        return None
+    falling = polynomial[::-1]
+    return {x for x, y in points.items() if _evaluate(falling, x + 1) != y}
+
+
+# Polynomials are lists of coefficients, the lowest first and the highest not zero; [] is zero.
+
+
+def _interpolate(points: Mapping[int, int]) -> tuple[list[int], list[int]]:
+    """Return (the product of all X - x, the polynomial through all points), by Newton's formula."""
+    product, through = [1], list[int]()
+    for x, y in points.items():
+        error = y - _evaluate(through[::-1], x)
+        scale = error * pow(_evaluate(product[::-1], x), -1, PRIME)
+        through = _subtract(through, [-scale * c for c in product])
+        product = _subtract([0, *product], [x * c for c in product])
+    return product, through
+
+
+def _subtract(a: Sequence[int], b: Sequence[int]) -> list[int]:
+    difference = [(x - y) % PRIME for x, y in itertools.zip_longest(a, b, fillvalue=0)]
+    while difference and not difference[-1]:
+        difference.pop()
+    return difference
+
+
+def _multiply(a: Sequence[int], b: Sequence[int]) -> list[int]:
+    product = [0] * (len(a) + len(b))
+    for i, x in enumerate(a):
+        for j, y in enumerate(b):
+            product[i + j] += x * y
+    return _subtract(product, [])
+
+
+def _divide(a: Sequence[int], b: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return (quotient, remainder); b is not zero."""
+    rest, lead = list(a), pow(b[-1], -1, PRIME)
+    quotient = [0] * max(0, len(a) - len(b) + 1)
+    for at in reversed(range(len(quotient))):
+        factor = quotient[at] = rest[at + len(b) - 1] * lead % PRIME
+        for i, c in enumerate(b):
+            rest[at + i] = (rest[at + i] - factor * c) % PRIME
+    return quotient, _subtract(rest[: len(b) - 1], [])

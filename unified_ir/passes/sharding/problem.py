@@ -371,10 +371,15 @@ def strategies_in_code(function: Function) -> dict[int, Split]:
     for node in function.nodes:
         inner = next((n for r in node.regions for n in r.walk() if n.strategy), None)
         if inner is not None:
+            way = "give a strategy to operators outside of loops and conditions only"
+            if node.op == custom_row.id:
+                way = (
+                    "a cell with a bprop is opened to train or to show a plan; for a plan that is "
+                    "kept in a file (--out-model), give a strategy to operators outside of it only"
+                )
             raise InvalidInput(
                 f"{inner.op} at {inner.meta.location or 'an unknown line'} has the strategy "
-                f"{inner.strategy} inside {node.op}, which is split as one node; give a strategy "
-                "to operators outside of loops, conditions and cells with a bprop only"
+                f"{inner.strategy} inside {node.op}, which is split as one node; {way}"
             )
     return {i: node.strategy for i, node in enumerate(function.nodes) if node.strategy}
 

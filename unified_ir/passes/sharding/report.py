@@ -167,7 +167,7 @@ def table(plan: ParallelPlan) -> Iterator[str]:
 
 def _totals(plan: ParallelPlan) -> Iterator[str]:
     memory = plan.memory
-    communication = plan.seconds - plan.compute_s
+    communication = max(0.0, plan.seconds - plan.compute_s)  # sums are rounded
     yield (
         f"predicted time   {time_text(plan.seconds)}: {time_text(plan.compute_s)} of work, "
         f"{time_text(communication)} of communication"
