@@ -107,10 +107,10 @@ class Memory:
         self._small: dict[Path, bytes] = {}
         self._held: dict[Path, PendingUpdate] = {}
 
-    def personal(self, run: str, of_run: Collection[str] = ()) -> PersonalState:
+    def personal(self, run: str, fresh: Collection[str] = ()) -> PersonalState:
         """Return the personal state of a run; a new run begins with the newest run's tensors.
 
-        of_run: names of tensors that a new run does not begin with.
+        fresh: names of tensors that a new run does not begin with.
         """
         path = self._personal / f"{run}.state"
         if path.exists():
@@ -118,7 +118,7 @@ class Memory:
         newest = max(self._personal.glob("*.state"), key=_written_s, default=None)
         state = self._read(newest) if newest else None
         # The remainder belongs to the updates of its own run, so only the tensors carry over.
-        carried = {n: x for n, x in state.tensors.items() if n not in of_run} if state else {}
+        carried = {n: x for n, x in state.tensors.items() if n not in fresh} if state else {}
         return PersonalState(carried, {}) if carried else NOTHING
 
     def keep(

@@ -349,8 +349,8 @@ class TaskRunner:
             raise InvalidInput(f"the state of a task is all shared state; it differs in {odd[:4]}")
         # Personal tensors with an anchor are an algorithm's: SCAFFOLD's control variates sum up to
         # that of the shared state, which begins at 0 in each run.
-        of_run = {name.removeprefix(ANCHOR) for name in plan.roles if name.startswith(ANCHOR)}
-        kept = self.memory.personal(task.work.run, of_run).tensors
+        fresh = {name.removeprefix(ANCHOR) for name in plan.roles if name.startswith(ANCHOR)}
+        kept = self.memory.personal(task.work.run, fresh).tensors
         ours = _fitting(kept, plan.view("personal"))
         # Later entries win: optimizer and the like restart from the plan, then shared, then
         # personal.
