@@ -13,7 +13,7 @@ learns it again from the same state, to the same bytes.
 
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO, Final, TypeVar, get_type_hints
@@ -107,15 +107,19 @@ class Memory:
         self._small: dict[Path, bytes] = {}
         self._held: dict[Path, PendingUpdate] = {}
 
-    def personal(self, run: str) -> PersonalState:
-        """Return the personal state of a run; a new run begins with the newest run's tensors."""
+    def personal(self, run: str, fresh: Collection[str] = ()) -> PersonalState:
+        """Return the personal state of a run; a new run begins with the newest run's tensors.
+
+        fresh: names of tensors that a new run does not begin with.
+        """
         path = self._personal / f"{run}.state"
         if path.exists():
             return self._read(path) or NOTHING
         newest = max(self._personal.glob("*.state"), key=_written_s, default=None)
         state = self._read(newest) if newest else None
         # The remainder belongs to the updates of its own run, so only the tensors carry over.
-        return PersonalState(state.tensors, {}) if state else NOTHING
+        carried = {n: x for n, x in state.tensors.items() if n not in fresh} if state else {}
+        return PersonalState(carried, {}) if carried else NOTHING
 
     def keep(
         self, facts: UpdateFacts, update: Path | bytes, implied: PersonalState

@@ -347,7 +347,11 @@ class TaskRunner:
         # A state that also set personal tensors would let the cloud overwrite what never leaves.
         if odd := sorted(state.keys() ^ set(shared(plan.roles))):
             raise InvalidInput(f"the state of a task is all shared state; it differs in {odd[:4]}")
-        ours = _fitting(self.memory.personal(task.work.run).tensors, plan.view("personal"))
+        # Personal tensors with an anchor are an algorithm's: SCAFFOLD's control variates sum up to
+        # that of the shared state, which begins at 0 in each run.
+        fresh = {name.removeprefix(ANCHOR) for name in plan.roles if name.startswith(ANCHOR)}
+        kept = self.memory.personal(task.work.run, fresh).tensors
+        ours = _fitting(kept, plan.view("personal"))
         # Later entries win: optimizer and the like restart from the plan, then shared, then
         # personal.
         plan.assign({**self._fresh, **state, **ours})

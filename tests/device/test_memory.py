@@ -103,6 +103,8 @@ def test_a_new_run_begins_with_the_newest_personal_tensors_and_no_remainder(fold
     memory = Memory(*folders)
     memory.settle(kept(folders), counted=True)
     assert plain(memory.personal(OTHER)) == {"head": [0, 1, 2]}
+    assert memory.personal(OTHER, {"head"}) == NOTHING
+    assert plain(memory.personal(RUN, {"head"})) == plain(IMPLIED), "the same run keeps all"
 
 
 def test_damage_is_noticed_and_only_that_file_is_lost(folders):

@@ -32,6 +32,7 @@ from flwr.supercore.differential_privacy import KEY_CLIPPING_NORM, KEY_NORM_BIT
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
+from triplane.cloud.federation.flower.spec import check_shares
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core import defaults
 from triplane.unified_ir.federated.core.learn import buffers
@@ -292,6 +293,7 @@ class Triplane(FedAvg):
         # Imported here: a process that runs another strategy does not need the algorithms' graphs.
         from triplane.unified_ir.federated.algorithms import Hyper, algorithm
 
+        check_shares(name)
         super().__init__(**flower)
         self._row, self._hyper = algorithm(name), hyper or Hyper()
         self._plan = record_of({PLAN: np.frombuffer(plan, np.uint8)})

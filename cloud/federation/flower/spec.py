@@ -106,10 +106,24 @@ def fill_flower(spec: pb.Spec, folder: Path) -> None:
         _check_shipped(row, flower)
         flower.strategy, flower.sha256 = row.name, b""
         spec.algorithm = spec.algorithm or row.algorithm
+    check_shares(spec.algorithm)
     _limit(spec, row)
     options = options_of(flower)
     if "proximal_mu" in options and spec.algorithm == "fedprox":
         spec.hyperparameters.proximal = spec.hyperparameters.proximal or options["proximal_mu"]
+
+
+def check_shares(algorithm: str) -> None:
+    """Raise InvalidInput for an algorithm with changes that count by a share of the devices."""
+    from triplane.unified_ir.federated.algorithms import ALGORITHMS
+
+    row = ALGORITHMS.get(algorithm.partition("+")[0])  # other names are refused elsewhere
+    if row is not None and row.by_share:
+        raise InvalidInput(
+            f"{algorithm} does not run with a strategy of Flower, which would not scale changes of "
+            "control variates by the share of the devices that took part; leave the strategy out, "
+            "or choose another algorithm"
+        )
 
 
 def _limit(spec: pb.Spec, row: Shipped | None) -> None:

@@ -63,7 +63,10 @@ def test_the_median_is_the_middle_of_the_sorted_values(n):
     close(run(given, "median"), (columns[(n - 1) // 2] + columns[n // 2]) / 2)
 
 
-@pytest.mark.parametrize(("n", "trim", "cut"), [(5, 0.2, 1), (10, 0.2, 2), (9, 0.34, 3)])
+@pytest.mark.parametrize(
+    ("n", "trim", "cut"),
+    [(5, 0.2, 1), (10, 0.2, 2), (9, 0.34, 3), (49, 1 / 49, 1), (100, 0.29, 29), (3, 0.49, 1)],
+)
 def test_the_trimmed_mean_leaves_out_both_ends(n, trim, cut):
     given = changes(n)
     entries = zip(*map(flat, given), strict=True)

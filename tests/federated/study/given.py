@@ -92,3 +92,16 @@ def there(x):
     """A value that may be None in general and is not here."""
     assert x is not None
     return x
+
+
+def least_squares(devices):
+    """A linear model, and devices whose problems y = x w_k differ so much that their losses do."""
+    shards = {}
+    for k in range(devices):
+        rng = np.random.default_rng(k)
+        x = rng.normal(0, 1 + 0.05 * (k % 8), (40, 3)).astype(np.float32)
+        y = (x @ rng.normal(0, 2, (3, 1))).astype(np.float32)
+        shards[f"device-{k:02}"] = Shard({"x": x, "y": y}, {"x": x[:4], "y": y[:4]})
+    trainer = train.Trainer(nn.Dense(3, 1, bias=False), loss=nn.MSE(), optimizer=optim.SGD(0.1))
+    trainer.prepare(np.zeros((2, 3), np.float32), np.zeros((2, 1), np.float32))
+    return trainer.export(), shards

@@ -10,7 +10,7 @@ from tests.support.liars import LyingServer, boasting, largest, scaled
 from triplane.proto.errors import Conflict, InvalidInput
 from triplane.unified_ir.federated.algorithms.aggregators import UNLIMITED, Robustness
 from triplane.unified_ir.federated.core.spoilt import PATIENCE
-from triplane.unified_ir.federated.study import simulate
+from triplane.unified_ir.federated.study import Study, simulate
 from triplane.unified_ir.federated.study.export import rounds_csv
 
 OFF = Robustness(norm_bound="off")
@@ -45,6 +45,15 @@ def test_a_claim_of_examples_counts_three_medians_at_most():
     unlimited = run(boasting, robustness=UNLIMITED, total=1)
     assert distance(unlimited, alone) < 1e-6, "without a cap, one device decides the mean"
     assert distance(run(boasting, total=1), alone) > 1e-3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("devices", [1, 2, 6])
+def test_an_honest_study_of_different_devices_does_not_return(devices):
+    of, shards = given.least_squares(24)
+    made = Study(algorithm="fedavg", rounds=60, devices=devices, steps=6, batch_size=40)
+    trial = simulate(of, shards, made)
+    assert not any(r.returned for r in trial.rounds)
 
 
 LAST = 3 + PATIENCE
@@ -83,10 +92,12 @@ def test_a_study_that_is_spoilt_again_and_again_stops_with_the_reason():
 
 
 def test_a_study_that_may_not_return_does_not():
-    server = LyingServer({"device-1"}, scaled(1e4), {3})
-    made = given.study(robustness=replace(OFF, returns=0), rounds=9)
-    trial = simulate(given.module(), given.shards(), made, server=server)
-    assert not any(r.returned for r in trial.rounds)
+    returns = {"fedavg": 0, "scaffold": 3}
+    for algorithm, most in returns.items():
+        server = LyingServer({"device-1"}, scaled(1e4), {3})
+        made = given.study(algorithm, robustness=replace(OFF, returns=most), rounds=9)
+        trial = simulate(given.module(), given.shards(), made, server=server)
+        assert not any(r.returned for r in trial.rounds)
 
 
 def test_progress_with_other_limits_is_of_another_study(tmp_path):

@@ -100,7 +100,7 @@ _ROWS: Final = (
         name="trimmed-mean", source="Yin et al. 2018, arXiv 1803.01498, option II",
         summary="the mean of each entry without the smallest and the largest",
         breakdown="floor(trim n)", numbers=(_TRIM,),
-        least=lambda numbers: math.ceil(1 / numbers["trim"] - 1e-9),
+        least=lambda numbers: math.ceil(1 / numbers["trim"] - robust.ROUNDING),
         entries=lambda numbers: lambda block: robust.trimmed_mean(block, trim=numbers["trim"]),
     ),
     Aggregator(

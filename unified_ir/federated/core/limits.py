@@ -3,7 +3,8 @@
     change' = change * min(1, bound / ||change||),   weight' = min(examples, most)
 
 The bound is `NORM_FACTOR` times the lower median of the round's norms, so it follows the devices
-and needs no setting; less than half of them can move it beyond what honest ones send. Parameters
+and needs no setting; it takes more than half of them to raise it above what honest ones send, and
+half to lower it, to 0 if they like. Parameters
 and buffers have a norm and a bound each, because a change of statistics of batches can spoil a
 model as well. The limits depend on the round's updates alone, so a repeated reduction gives the
 same bits, and a round in which nothing is above them gives those of the plain mean.

@@ -29,6 +29,7 @@ MAX_BYTES: Final = 1 << 28
 """Bytes of a round's updates that are kept in memory."""
 BLOCK_BYTES: Final = 1 << 23
 """Bytes of a block in float64; at least one entry of every update."""
+ROUNDING: Final = 1e-9
 
 Entries = Callable[[Array], Array]
 """(n, c) float64, c entries of n updates -> (c,)."""
@@ -45,7 +46,8 @@ def median(block: Array) -> Array:
 def trimmed_mean(block: Array, *, trim: float) -> Array:
     """Return the mean of each entry without the floor(trim n) smallest and as many largest."""
     n = len(block)
-    cut = int(trim * n)
+    # The share is rounded, too: 1/49 of 49 would be 0.99..., and nothing would be cut.
+    cut = min(int(trim * n + ROUNDING), (n - 1) // 2)
     kept: Array = np.sort(block, axis=0)[cut : n - cut].mean(axis=0)
     return kept
 

@@ -67,7 +67,7 @@ def watched(state: RunState, round_: Round, counted: tuple[Lease, ...], *, short
     """Return the state after the loss of a round that is over."""
     if not short:
         loss = _typical_loss(counted)
-    elif 2 * sum(x.outcome in UNWILLING for x in round_.leases) >= len(round_.leases):
+    elif 2 * sum(x.outcome in UNWILLING for x in round_.leases) > len(round_.leases):
         loss = math.nan  # devices decline where their loss is not finite
     else:
         return state

@@ -1,14 +1,15 @@
 """When a run's state is spoilt: the loss over devices tells.
 
 The updates of a round carry the mean loss of each device's steps from the round's state. The lower
-median over the devices, which less than half of them can raise, judges that state. It is *bad* if
+median over the devices, which no half of them can raise, judges that state. It is *bad* if
 
-    loss > best + RISE * max(|best|, FLOOR * |first|)
+    loss > worst + RISE * max(|worst|, FLOOR * |first|)
 
-with `first` the loss of the run's first round, and `best` the lowest of the last `RECENT` good
-rounds; also if most devices decline the round, as they do where their loss is not finite. After
-`PATIENCE` bad rounds in a row the run returns to its last good state: the one at the start of the
-newest good round.
+with `first` the loss of the run's first round, and `worst` the highest of the last `RECENT` good
+rounds. Not the lowest: rounds ask different devices, so honest losses differ from round to round,
+and one claim of 0 would make the next ten rounds bad. A round that most of its devices decline
+is bad, too: they do where their loss is not finite. After `PATIENCE` bad rounds in a row
+the run returns to its last good state: the one at the start of the newest good round.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 RISE: Final = 2.0
-"""Rise above the best recent loss, as a multiple of it, from which a round is bad: 3 times it."""
+"""Rise above the worst recent loss, as a multiple of it, from which a round is bad: 3 times it."""
 FLOOR: Final = 0.1
-"""Share of the first loss below which the best one does not count as lower: near 0, a multiple of
-the best loss is reached by chance."""
+"""Share of the first loss below which the worst one does not count as lower: near 0, a multiple of
+a loss is reached by chance."""
 RECENT: Final = 10
 PATIENCE: Final = 3
 MAX_RETURNS: Final = 3
@@ -48,8 +49,8 @@ def most_loss(watch: LossWatch) -> float:
     """Return the largest loss that is not bad; infinite before the first good round."""
     if not watch.recent:
         return math.inf
-    best = min(watch.recent)
-    return best + RISE * max(abs(best), FLOOR * abs(watch.first))
+    worst = max(watch.recent)
+    return worst + RISE * max(abs(worst), FLOOR * abs(watch.first))
 
 
 def after_loss(watch: LossWatch, loss: float) -> LossWatch:

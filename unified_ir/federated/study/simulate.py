@@ -151,6 +151,8 @@ def simulate(
     if not server.follows_limits:
         limits = replace(study.robustness, aggregator=MEAN, numbers={}, returns=0)
         study = replace(study, robustness=limits)
+    if not algorithm(study.algorithm).can_return:
+        study = replace(study, robustness=replace(study.robustness, returns=0))
     if not shards or study.devices > len(shards):
         raise InvalidInput(f"a round asks {study.devices or 1} devices; there are {len(shards)}")
     study.robustness.check_count(study.devices or len(shards))

@@ -224,6 +224,11 @@ def shard(node):
     return Shard({"x": digits.x[:20], "y": digits.y[:20]}, {"x": digits.x[20:], "y": digits.y[20:]})
 
 
+def test_an_algorithm_whose_changes_count_by_share_is_no_strategy():
+    with pytest.raises(InvalidInput, match="scaffold does not run with a strategy"):
+        Triplane("scaffold", b"", "")
+
+
 @pytest.mark.parametrize("name", ["fedavg", "maml"])
 def test_our_algorithm_as_a_flower_strategy_gives_the_bits_of_our_own_round(name, module, tmp_path):
     hyper, sampling = Hyper(inner_steps=1), Sampling(steps=2, batch_size=4, support=4, query=4)

@@ -33,6 +33,12 @@ def put(folder, name="mine", mode=0o600):
     return path
 
 
+def test_control_variates_do_not_run_with_a_strategy(tmp_path):
+    for name in ("scaffold", "scaffold+adam"):
+        with pytest.raises(InvalidInput, match=r"scaffold.* does not run with a strategy"):
+            fill_flower(spec("FedAvg", algorithm=name), tmp_path)
+
+
 def test_flowers_own_are_named_in_any_case_and_say_what_devices_do(tmp_path):
     made = spec("fed-prox", given={"proximal_mu": 0.5})
     fill_flower(made, tmp_path)

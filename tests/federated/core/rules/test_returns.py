@@ -30,7 +30,17 @@ from triplane.unified_ir.federated.core.spoilt import (
     most_loss,
 )
 
-from .runs import all_decline, begun, reduces, step, update
+from .runs import (
+    DEVICES,
+    all_arrive,
+    all_decline,
+    arrived,
+    begun,
+    declined,
+    reduces,
+    step,
+    update,
+)
 
 BAD = [50.0] * PATIENCE
 
@@ -70,7 +80,7 @@ def test_bad_rounds_in_a_row_return_to_the_state_before_the_last_good_round():
     assert state.fresh_optimizer
     assert [bool(x.returned) for x in state.history] == [False] * 4 + [True]
     assert state.history[-1].returned == (
-        "the loss over devices is 50, above 4.5, in 3 rounds in a row; returned to the last good "
+        "the loss over devices is 50, above 6, in 3 rounds in a row; returned to the last good "
         "state"
     )
     again = round_of(state, 1.4)
@@ -127,6 +137,17 @@ def test_devices_that_decline_a_state_make_the_run_return():
     assert (state.phase, state.turn) == (Phase.COLLECTING, (3, False))
 
 
+def test_half_of_the_devices_do_not_make_a_run_return_by_declining():
+    state, _ = begun(DEVICES[:2], devices=2, asked=2, rounds=40, returns=2)
+    state, _ = all_arrive(state)
+    state, _ = step(state, Reduced(at_s=1.0, number=1, shared="s1"))
+    for k in range(PATIENCE):
+        state, _ = step(state, Tick(at_s=10.0 * (k + 1)))
+        state, _ = step(state, declined(state, "ada", 10.0 * (k + 1)))
+        state, _ = step(state, arrived(state, "bea", 10.0 * (k + 1)))
+    assert (state.watch.bad, state.attempt, state.shared) == (0, PATIENCE, "s1")
+
+
 def test_devices_that_are_lost_are_no_sign_of_a_spoilt_state():
     state = after([2.0, 1.5])
     for k in range(PATIENCE + 1):
@@ -180,13 +201,21 @@ def watch_of(losses):
     return watch
 
 
-def test_the_limit_is_a_multiple_of_the_best_recent_loss_above_a_floor():
+def test_the_limit_is_a_multiple_of_the_worst_recent_loss_above_a_floor():
     assert most_loss(NO_LOSSES) == math.inf
-    assert most_loss(watch_of([2.0, 0.5])) == 0.5 + RISE * 0.5
-    assert most_loss(watch_of([2.0, 0.001])) == 0.001 + RISE * FLOOR * 2.0
-    assert most_loss(watch_of([-1.0, -3.0])) == -3.0 + RISE * 3.0
-    old = [2.0, 1.0, *[2.0] * RECENT]
-    assert most_loss(watch_of(old)) == 2.0 + RISE * 2.0, "the best one is not recent any more"
+    assert most_loss(watch_of([0.5, 1.0, 0.7])) == 1.0 + RISE * 1.0
+    assert most_loss(watch_of([2.0, *[0.001] * RECENT])) == 0.001 + RISE * FLOOR * 2.0
+    assert most_loss(watch_of([-3.0, -1.0])) == -1.0 + RISE * 1.0
+    old = [4.0, *[2.0] * RECENT]
+    assert most_loss(watch_of(old)) == 2.0 + RISE * 2.0, "the worst one is not recent any more"
+
+
+@pytest.mark.parametrize("lie", [0.0, 1e-300, -0.01, -1e300])
+def test_one_round_of_low_losses_makes_no_later_round_bad(lie):
+    """Of two devices, one that lies decides the lower median."""
+    state = after([2.0, 1.0, lie, *[0.9] * 20])
+    assert not any(x.returned for x in state.history)
+    assert is_spoilt(watch_of([2.0, 1.0, lie, *BAD])), "it hides no spoilt state either"
 
 
 @given(st.lists(st.floats(0.1, 0.29), max_size=40))
