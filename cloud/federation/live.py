@@ -28,7 +28,8 @@ from triplane.cloud.store import Database
 from triplane.cloud.tasks import BackgroundTasks
 from triplane.proto.disk import NoRoom
 from triplane.proto.errors import Corrupt, InvalidInput, TriplaneError, Unavailable
-from triplane.unified_ir.federated.core.rules import due_s, lease_of
+from triplane.unified_ir.federated.core.lease_changes import lease_of
+from triplane.unified_ir.federated.core.rules import due_s
 from triplane.unified_ir.federated.core.run import (
     ENDED,
     Answered,

@@ -14,8 +14,8 @@ from triplane.cloud.federation.run_projection import RunProjection
 from triplane.cloud.federation.spec import least_updates
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.messages import message_from
+from triplane.unified_ir.federated.core.lease_changes import open_lease
 from triplane.unified_ir.federated.core.metric import ACCURACY
-from triplane.unified_ir.federated.core.rules import open_lease
 from triplane.unified_ir.federated.core.run import (
     Ended,
     Outcome,

@@ -35,9 +35,9 @@ from triplane.unified_ir.federated.core.files import (
 )
 from triplane.unified_ir.federated.core.files import KINDS as BAD_UPDATES
 from triplane.unified_ir.federated.core.learn import buffers
+from triplane.unified_ir.federated.core.lease_changes import open_lease
 from triplane.unified_ir.federated.core.limits import Norms, norms_of
 from triplane.unified_ir.federated.core.metric import Metric, metric_named
-from triplane.unified_ir.federated.core.rules import open_lease
 from triplane.unified_ir.federated.core.run import (
     Answered,
     Arrived,

@@ -17,7 +17,7 @@ from triplane.proto import federation_pb2 as pb
 from triplane.proto.blobs import BlobFolder
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.files import INLINE_BYTES
-from triplane.unified_ir.federated.core.rules import open_lease
+from triplane.unified_ir.federated.core.lease_changes import open_lease
 
 MAX_TOLD: Final = 32
 """Largest number of tasks in one document; a device refuses more than 64."""

@@ -17,7 +17,7 @@ from triplane.cloud.federation.spec import with_defaults
 from triplane.cloud.store import Database
 from triplane.proto.disk import NoRoom
 from triplane.proto.errors import Corrupt, Unavailable
-from triplane.unified_ir.federated.core.rules import lease_of
+from triplane.unified_ir.federated.core.lease_changes import lease_of
 from triplane.unified_ir.federated.core.run import (
     NEWEST_RULES,
     Arrived,
