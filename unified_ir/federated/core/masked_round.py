@@ -2,8 +2,8 @@
 
 The whole round is in the phase of collecting, with one lease for each device. A step takes one
 answer from each device that is left; when all are there, or its time is over, the cloud takes them
-(`Exchange`) and the next step begins (`Exchanged`). Devices learn before they answer `keys`, so that
-step has the deadline of a round, and the others have `phase_s`.
+(`Exchange`) and the next step begins (`Exchanged`). Devices learn before they answer `keys`, so
+that step has the deadline of a round, and the others have `phase_s`.
 
     lost in keys, shares or inputs           its update is not in the sum; the lease ends
     lost in signatures or reveals            its update stays in the sum; the lease is left open

@@ -281,8 +281,7 @@ class Leases(Sequence[Lease]):
 class Round:
     """The current round. leases: by device name. attempt: rounds abandoned in a row before it.
 
-    population: members that could learn when it opened, connected or not. masked: where it is in the
-    steps of a masked round.
+    population: members that could learn when it opened, connected or not. masked: its present step.
     """
 
     number: int
@@ -438,8 +437,7 @@ class Masked(_OfLease):
 class Exchanged:
     """The answers to a step of a masked round were taken, and there is something for each device.
 
-    refused: why the answer of a device was not taken. failure: why the round cannot go on, or
-    empty.
+    refused: why an answer was not taken, by device. failure: why the round cannot go on, or empty.
     """
 
     at_s: float
