@@ -21,7 +21,7 @@ from tuf.api._payload import TargetFile
 
 from triplane.cloud.federation.children import Children
 from triplane.cloud.federation.journal import Prepared
-from triplane.cloud.federation.spec import least_updates
+from triplane.cloud.federation.spec import fewest_updates
 from triplane.cloud.registry.names import Reference
 from triplane.cloud.trust.repository import MetadataRepository, Submitted, target_file
 from triplane.cloud.trust.signing import (
@@ -62,7 +62,7 @@ def least_of(spec: pb.Spec) -> Least:
     """Return the smallest round that a run has; its batches may be smaller on small devices."""
     sampling = spec.sampling
     return Least(
-        devices=least_updates(spec.cohort.devices, spec.cohort.quorum),
+        devices=fewest_updates(spec),
         batch=min(SAFE_BATCH, _batch_of(spec)),
         steps=sampling.steps,
     )
@@ -147,7 +147,7 @@ class PlanSignatures:
 def _check_size(spec: pb.Spec, least: Least) -> None:
     sampling = spec.sampling
     of_run = Least(
-        devices=least_updates(spec.cohort.devices, spec.cohort.quorum),
+        devices=fewest_updates(spec),
         batch=min(_batch_of(spec), MAX_LEAST),
         steps=sampling.steps,
     )

@@ -77,6 +77,9 @@ class Reducer:
 
         return make, None
 
+    async def exchange(self, record, projection, order):
+        raise AssertionError("not masked")
+
     async def judged(self, record, projection, order):
         pass
 
