@@ -1,8 +1,8 @@
 """Devices that take part in masked rounds over the real protocol, and the runs for them."""
 
 import asyncio
-import secrets
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from cryptography.hazmat.primitives import serialization
@@ -61,13 +61,19 @@ class Secrets:
 
 @dataclass
 class MaskedDevice(Device):
-    """Learns and masks. lost: the step from which on it is silent, by round. answers: all sent."""
+    """Learns and masks. lost: the step from which on it is silent, by round. answers: all sent.
+
+    twist: changes an answer before it is sent. lies: masks the largest integers instead of its
+    update. in_the_clear: sends its update as if the round were not masked.
+    """
 
     lost: dict[int, str] = field(default_factory=dict)
     ledger: MemoryLedger = field(default_factory=MemoryLedger)
     open: dict[bytes, Secrets] = field(default_factory=dict)
     answers: list[tuple[pb.Task, pb.Contribution]] = field(default_factory=list)
-    twist: object = None
+    twist: Any = None
+    lies: bool = False
+    in_the_clear: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -88,7 +94,7 @@ class MaskedDevice(Device):
             task = next(t for t in self.work.tasks if key(t) not in done)
             done.add(key(task))
             step = key(task)[1]
-            if step is None:
+            if step is None or self.in_the_clear:
                 await self._worked(task)
                 continue
             lost = self.lost.get(task.round)
@@ -153,6 +159,9 @@ class MaskedDevice(Device):
             verifier=Known(known), store=self.ledger,
         )  # fmt: skip
         vectors = encoding.encode(flat, made.examples)
+        if self.lies:
+            for vector in vectors[:-1]:
+                vector[:] = 255
         change = {name: x for kind in kinds for name, x in kind.items()}
         self.open[task.lease] = Secrets(device, known, vectors, change, made.examples)
         return wire.advertisement_message(device.advertise(), self.der)
@@ -187,11 +196,9 @@ def weighted_mean(secrets_of, cap):
     """The mean of the changes of devices, in float64, by the weights that count."""
     weights = [min(s.examples, cap) for s in secrets_of]
     return {
-        name: sum(w * s.change[name].astype(np.float64) for w, s in zip(weights, secrets_of))
+        name: sum(
+            w * s.change[name].astype(np.float64) for w, s in zip(weights, secrets_of, strict=True)
+        )
         / sum(weights)
         for name in secrets_of[0].change
     }
-
-
-def key_of_run():
-    return secrets.token_bytes(16)
