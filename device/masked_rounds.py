@@ -35,9 +35,8 @@ from triplane.unified_ir.federated.masking import (
     MaskingDevice,
     MaskingTerms,
     UpdateEncoding,
+    wire,
 )
-from triplane.unified_ir.federated.masking import wire
-
 from triplane.unified_ir.federated.masking.integers import Vector
 from triplane.unified_ir.federated.masking.messages import MaskedInput
 

@@ -121,9 +121,7 @@ class TaskRunner:
             self._leave(task, "its step was withdrawn, or was not done by its deadline")
             raise
 
-    def _attempt(
-        self, task: Task, stop: StopToken, wanted: frozenset[bytes]
-    ) -> pb.Contribution:
+    def _attempt(self, task: Task, stop: StopToken, wanted: frozenset[bytes]) -> pb.Contribution:
         """Return the contribution, which declines for every error that does not pass by itself."""
         try:
             return self._do(task, stop, wanted)
