@@ -3,6 +3,7 @@
 import hashlib
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -139,7 +140,7 @@ def test_a_whole_round_gives_the_update_and_nothing_else(tmp_path, inline_bytes)
     assert [p.name for p in (tmp_path / "ann/pending").iterdir()] == [f"{RUN}.update"]
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "too few for its owner": (
         {"owner": {"least_devices": 4}},
         "at least 4 devices in a round, got 3",
