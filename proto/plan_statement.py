@@ -158,6 +158,14 @@ class LeastMasking:
         """Return this as signed documents have it: canonical JSON has no fractions."""
         return json.dumps(asdict(self), sort_keys=True)
 
+    @property
+    def summary(self) -> str:
+        """Return these numbers for people."""
+        return (
+            f"masked against a share of {self.colluding_share:g} colluding devices but for a "
+            f"probability of {self.failure:g}"
+        )
+
     @classmethod
     def of_text(cls, text: Any) -> "LeastMasking":
         """Parse what `text` returns. InvalidInput for anything else."""
@@ -208,6 +216,12 @@ class PlanStatement:
     tensors: tuple[str, ...]
     least: Least
     masking: LeastMasking | None = None
+
+    @property
+    def conditions(self) -> str:
+        """Return the smallest round and the weakest masking for people."""
+        hidden = "" if self.masking is None else f", {self.masking.summary}"
+        return f"{self.least.text}{hidden}"
 
     def custom(self) -> dict[str, Any]:
         """Return the custom field of the target."""

@@ -173,7 +173,7 @@ def sign_run(
     lines = [
         f"{target.path}: {statement.algorithm} of {spec.model}, of model {statement.model_digest}",
         f"tensors that may leave a device: {_some(statement.tensors)}",
-        f"in rounds of at least {statement.least.text}",
+        f"in rounds of at least {statement.conditions}",
     ]
     if submitted.published:
         lines.append("signed and published; devices run it")
