@@ -42,6 +42,8 @@ SOFTWARE: Final = "triplane"
 FIRST_WAIT_S: Final = 0.5
 MAX_WAIT_S: Final = 30.0
 RENEWAL_LOOK_S: Final = 3600.0
+MASKING_WAIT_S: Final = 3600.0
+"""Longest time for which open masked rounds delay the use of a new certificate."""
 MODEL_TRIES: Final = 3
 """Attempts to read a model, because a newer one may replace it meanwhile."""
 REMEMBERED: Final = 256
@@ -500,7 +502,7 @@ class _Working:
                     await asyncio.to_thread(self._home.renew)
                     # A new process for tasks would have to leave the masked rounds that are open.
                     with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(RENEWAL_LOOK_S):
+                        async with asyncio.timeout(MASKING_WAIT_S):
                             await self._no_masking.wait()
                     async with self._runner_free:
                         self._runner.use_new_certificate()

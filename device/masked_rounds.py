@@ -9,6 +9,7 @@ task: run, round, base state and encoding are computed here and never taken from
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -44,6 +45,8 @@ MAX_OPEN: Final = 8
 """Masked rounds that a device takes part in at the same time."""
 MAX_REFUSALS: Final = 256
 """Rounds that the device has left, whose reasons it remembers."""
+
+_CHUNK: Final = 1 << 16
 
 AcceptsKey = Callable[[bytes], bool]
 """Whether an identity key (DER) belongs to a device that may be in a cohort, such as a roster."""
@@ -291,10 +294,16 @@ def _clipped(
         x = change.pop(name)  # one of the two copies is freed before the next one is made
         flat[at : at + x.size] = x.reshape(-1)
         at += x.size
-    length = float(np.linalg.norm(flat.astype(np.float64)))
+    length = _length(flat)
     if length > norm:
         flat *= np.float32(norm / length)
     return flat
+
+
+def _length(x: npt.NDArray[np.float32]) -> float:
+    """Return the Euclidean norm in float64, whose squares of float32 do not overflow."""
+    parts = (x[at : at + _CHUNK].astype(np.float64) for at in range(0, len(x), _CHUNK))
+    return math.sqrt(math.fsum(float(part @ part) for part in parts))
 
 
 def _smallest(vectors: Sequence[Vector]) -> list[Vector]:

@@ -1,8 +1,11 @@
 """A device in masked rounds over the wire: what it answers, and what it refuses."""
 
+import asyncio
 import hashlib
+import math
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,9 +16,11 @@ from tests.federated.masking.rounds import identity_key, public_der
 from tests.support.deadlines import within
 from tests.support.masked_rounds import MaskedRound
 
+from triplane.device import client as device_client
 from triplane.device.home import DeviceHome
 from triplane.device.masked_rounds import CohortVerifier
 from triplane.device.memory import Memory
+from triplane.device.task_runner import InProcessExecutor
 from triplane.device.tasks import STEPS
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import InvalidInput
@@ -413,6 +418,41 @@ def test_a_restarted_device_leaves_the_round_and_never_repeats_one(tmp_path, upt
             again.declined
         )
     assert other.WhichOneof("outcome") == "masked", other.declined
+
+
+def test_a_new_certificate_waits_until_no_masked_round_is_open(tmp_path, monkeypatch):
+    """A device uses it in a new process for tasks, which would not have the secrets."""
+    events, renewed, used = [], asyncio.Event(), asyncio.Event()
+    facts = SimpleNamespace(name="ann", renew_at_s=math.inf)
+    monkeypatch.setattr(device_client, "RENEWAL_LOOK_S", 0.01)
+    monkeypatch.setattr(DeviceHome, "enrolled", facts)
+
+    def renew(_home):
+        facts.renew_at_s = math.inf
+        loop.call_soon_threadsafe(renewed.set)
+
+    def use(_runner):
+        events.append("used")
+        used.set()
+
+    monkeypatch.setattr(DeviceHome, "renew", renew)
+    monkeypatch.setattr(InProcessExecutor, "use_new_certificate", use)
+
+    async def story():
+        nonlocal loop
+        loop = asyncio.get_running_loop()
+        async with play(tmp_path) as made:
+            step = await made.reach("mask")
+            facts.renew_at_s = 0.0
+            await renewed.wait()
+            await made.answered(step)
+            events.append("over")
+            await made.stage.heeded(pb.Work())
+            await used.wait()
+
+    loop = None
+    within(story())
+    assert events == ["over", "used"]
 
 
 def test_steps_come_in_their_order(tmp_path):
