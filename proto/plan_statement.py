@@ -220,8 +220,7 @@ class PlanStatement:
     @property
     def conditions(self) -> str:
         """Return the smallest round and the weakest masking for people."""
-        hidden = "" if self.masking is None else f", {self.masking.summary}"
-        return f"{self.least.text}{hidden}"
+        return _conditions(self.least, self.masking)
 
     def custom(self) -> dict[str, Any]:
         """Return the custom field of the target."""
@@ -263,6 +262,10 @@ class PlanStatement:
             least=least,
             masking=masking,
         )
+
+
+def _conditions(least: Least, masking: LeastMasking | None) -> str:
+    return least.text if masking is None else f"{least.text}, {masking.summary}"
 
 
 def _masking_field(masking: LeastMasking | None) -> dict[str, str]:
@@ -333,6 +336,20 @@ class PlanRule:
     least: Least = Least()
     masking: LeastMasking | None = None
 
+    @property
+    def conditions(self) -> str:
+        """Return the smallest rounds and the weakest masking for people."""
+        return _conditions(self.least, self.masking)
+
+    def fields(self) -> dict[str, Any]:
+        """Return this rule as the policy has it."""
+        return {
+            "algorithms": list(self.algorithms),
+            "tensors": list(self.tensors),
+            **self.least.fields(),
+            **_masking_field(self.masking),
+        }
+
     def refusal(self, statement: PlanStatement) -> str:
         """Return why the rule does not allow a plan; empty if it does."""
         if not _matches(statement.algorithm, self.algorithms):
@@ -356,15 +373,7 @@ class PlanPolicy:
 
     def text(self) -> str:
         """Return this policy as JSON with sorted keys, the only text of it."""
-        rules = {
-            model: {
-                "algorithms": list(rule.algorithms),
-                "tensors": list(rule.tensors),
-                **rule.least.fields(),
-                **_masking_field(rule.masking),
-            }
-            for model, rule in self.models.items()
-        }
+        rules = {model: rule.fields() for model, rule in self.models.items()}
         return json.dumps({"format": 1, "models": rules}, sort_keys=True, indent=1) + "\n"
 
     @classmethod
