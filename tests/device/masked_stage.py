@@ -18,7 +18,7 @@ class MaskedStage(Stage):
         self.heard_of = defaultdict(list)
         self.sessions = {}
 
-    async def Open(self, request_iterator, context):
+    async def Open(self, request_iterator, context):  # type: ignore[override]
         (name,) = context.auth_context()["x509_common_name"]
         name = name.decode()
         async with status_of_aio(context):

@@ -5,7 +5,7 @@ import logging
 
 import numpy as np
 import pytest
-from tests.device.devices import save_shard
+from tests.device.devices import Process, save_shard, started
 from tests.device.masked_stage import MaskedRun, MaskedStage
 from tests.device.stage import RUN, client_at, serving, staged
 from tests.federated.core import plans
@@ -16,6 +16,7 @@ from triplane.device.client import Graphs
 from triplane.unified_ir.federated.core.learn import Work, learn
 
 pytestmark = pytest.mark.long
+SIZES = {"parameters": 2, "buffers": 1}
 NAMES = ("ann", "ben", "cat", "dan", "eve")
 
 
@@ -37,6 +38,43 @@ def client_of(stage, folder, name, graphs):
         return client_at(stage, folder / name, shard_of(name), name=name)
     save_shard(folder / f"{name}.npz", shard_of(name))
     return client_at(stage, folder / name, folder / f"{name}.npz", name=name, graphs=graphs)
+
+
+def test_a_device_killed_after_it_masked_never_contributes_to_that_state_again(tmp_path):
+    """The whole device, which is started again; the cloud asks for the round once more."""
+
+    async def story():
+        async with staged(tmp_path / "stage", kind=MaskedStage) as stage:
+            plan, digest = stage.plan()
+            files = {"plan": plan, "state": stage.state(digest)}
+            client_of(stage, tmp_path, "ann", Graphs.CHILD)
+            process = Process(tmp_path / "ann", tmp_path / "ann.npz")
+            with started(process):
+                await stage.offers("ann")
+                first, asks = await masked_by(stage, files, attempt=0)
+                process.kill()
+                process.start()
+                left = await stage.ask("ann", stage.task(1, **files, masking=asks))
+                again = MaskedRound(RUN, 1, files["state"].sha256, **SIZES, attempt=1)
+                refused = await stage.ask("ann", stage.task(2, **files, masking=again.step()))
+                return first, left.declined, refused.declined
+
+    first, left, refused = within(story())
+    assert first.input.data
+    assert "the process that held them has ended" in left
+    assert "did so in round 1, attempt 0, and is asked again for round 1, attempt 1" in refused
+
+
+async def masked_by(stage, files, **terms):
+    """The masked input of the device ann in a round with simulated ones, and what comes next."""
+    round_ = MaskedRound(RUN, 1, files["state"].sha256, **SIZES, simulated=3, **terms)
+    run = MaskedRun(stage, round_, files, ["ann"])
+    answers = await run.phase(round_.step())
+    asks = round_.share(*answers.values())
+    run.positions = {"ann": round_.position(answers["ann"].keys.device)}
+    asks = round_.mask(*(await run.phase(asks)).values())
+    answers = await run.phase(asks)
+    return answers["ann"], round_.sign(*answers.values())
 
 
 def kill_child(client):

@@ -422,25 +422,24 @@ def test_a_restarted_device_leaves_the_round_and_never_repeats_one(tmp_path, upt
 
 def test_a_new_certificate_waits_until_no_masked_round_is_open(tmp_path, monkeypatch):
     """A device uses it in a new process for tasks, which would not have the secrets."""
-    events, renewed, used = [], asyncio.Event(), asyncio.Event()
+    events: list[str] = []
     facts = SimpleNamespace(name="ann", renew_at_s=math.inf)
     monkeypatch.setattr(device_client, "RENEWAL_LOOK_S", 0.01)
     monkeypatch.setattr(DeviceHome, "enrolled", facts)
 
-    def renew(_home):
-        facts.renew_at_s = math.inf
-        loop.call_soon_threadsafe(renewed.set)
-
-    def use(_runner):
-        events.append("used")
-        used.set()
-
-    monkeypatch.setattr(DeviceHome, "renew", renew)
-    monkeypatch.setattr(InProcessExecutor, "use_new_certificate", use)
-
     async def story():
-        nonlocal loop
-        loop = asyncio.get_running_loop()
+        loop, renewed, used = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+
+        def renew(_home):
+            facts.renew_at_s = math.inf
+            loop.call_soon_threadsafe(renewed.set)
+
+        def use(_runner):
+            events.append("used")
+            used.set()
+
+        monkeypatch.setattr(DeviceHome, "renew", renew)
+        monkeypatch.setattr(InProcessExecutor, "use_new_certificate", use)
         async with play(tmp_path) as made:
             step = await made.reach("mask")
             facts.renew_at_s = 0.0
@@ -450,7 +449,6 @@ def test_a_new_certificate_waits_until_no_masked_round_is_open(tmp_path, monkeyp
             await made.stage.heeded(pb.Work())
             await used.wait()
 
-    loop = None
     within(story())
     assert events == ["over", "used"]
 
