@@ -159,6 +159,16 @@ def delivery_of(message: pb.ShareDelivery) -> ShareDelivery:
     return ShareDelivery(sharers=tuple(message.sharers), sealed=dict(message.sealed))
 
 
+def input_message(masked: MaskedInput, blob: pb.Blob | None = None) -> pb.MaskedInput:
+    """Return a masked input. blob: the name of its bytes, if they are not in the message."""
+    message = pb.MaskedInput(position=masked.position, signature=masked.signature)
+    if blob is None:
+        message.data = masked.data
+    else:
+        message.blob.CopyFrom(blob)
+    return message
+
+
 def input_of(message: pb.MaskedInput, data: bytes) -> MaskedInput:
     """Return a masked input. data: its bytes, which the message or a blob has."""
     return MaskedInput(position=message.position, data=data, signature=message.signature)
