@@ -24,14 +24,16 @@ NORM = 2.0
 STEPS = ("keys", "share", "mask", "sign", "unmask")
 
 
-def masked_request(devices=3, *, lost_share=None, colluding_share=0.0, phase_s=20.0, **fields):
+def masked_request(
+    devices=3, *, lost_share=None, colluding_share=0.0, phase_s=20.0, norm=NORM, **fields
+):
     """A masked run of so many devices."""
     masking = pb.MaskedRounds(colluding_share=colluding_share, phase_s=phase_s)
     if lost_share is not None:
         masking.lost_share = lost_share
     masking.least = fields.pop("least", 3)
     cohort = {"devices": devices, "quorum": 1.0} | fields.pop("cohort", {})
-    robustness = pb.Robustness(norm_bound=str(NORM))
+    robustness = pb.Robustness(norm_bound=str(norm))
     return start_request(masking=masking, cohort=cohort, robustness=robustness, **fields)
 
 
