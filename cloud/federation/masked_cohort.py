@@ -84,8 +84,9 @@ class MaskedCohort:
 
     @property
     def mean(self) -> CohortMean:
-        """The result, once the last step was taken."""
-        assert self._mean is not None, "the mean is there after the last step"
+        """The result, once the last step was taken. Corrupt: it is not there."""
+        if self._mean is None:
+            raise Corrupt("the answers of a masked round give no sum again; restore a backup")
         return self._mean
 
     def is_at(self, step: MaskedStep) -> bool:

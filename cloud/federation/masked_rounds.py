@@ -21,7 +21,7 @@ from triplane.cloud.federation.run_projection import RunProjection, Turn, turn_o
 from triplane.cloud.federation.update_store import UpdateStore, printable
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.blobs import BlobFolder
-from triplane.proto.errors import TriplaneError
+from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.files import Like, like_of, read_state
 from triplane.unified_ir.federated.core.learn import BUFFER, PARAMETER, shared
@@ -92,7 +92,7 @@ class MaskedRounds:
             refused, failure = await asyncio.to_thread(
                 self._exchange, record, projection.state, order
             )
-        except TriplaneError as error:  # an answer cannot be read back
+        except (Corrupt, InvalidInput, NotFound) as error:  # an answer cannot be read back
             failure = str(error)
         reasons = {device: printable(reason) for device, reason in refused.items()}
         facts = {"run_id": record.id, "round": order.number, "step": order.step.value}

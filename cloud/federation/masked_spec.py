@@ -23,7 +23,7 @@ MEAN: Final = "mean"
 def fill_masking(spec: pb.Spec, *, quorum: int) -> None:
     """Fill in the defaults of masking, if the run has it. InvalidInput: it cannot be masked.
 
-    quorum: fewest devices of a round. Everything but robustness is filled in before.
+    quorum: fewest devices of a round. Everything else is filled in before.
     """
     if not spec.HasField("masking"):
         return
@@ -110,7 +110,7 @@ def _check_norm_bound(text: str) -> None:
     if not LEAST_NORM <= bound <= MOST_NORM:
         raise InvalidInput(
             f"a masked run needs a norm bound from {LEAST_NORM:g} to {MOST_NORM:g}, got "
-            f"{text[:40] or 'none'!r}: the cloud sees no single update, so it cannot follow their "
+            f"{text[:40]!r}: the cloud sees no single update, so it cannot follow their "
             "norms. Set --norm-bound to about three times the usual norm of an update, which "
             "triplane federate simulate shows for data like that of the devices"
         )

@@ -14,8 +14,8 @@ from triplane.cloud.federation.run_projection import RunProjection
 from triplane.cloud.federation.spec import fewest_updates
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.messages import message_from
-from triplane.unified_ir.federated.core.lease_changes import open_lease
-from triplane.unified_ir.federated.core.masked_round import step_ends_s
+from triplane.unified_ir.federated.core.lease_changes import open_lease, open_leases
+from triplane.unified_ir.federated.core.masked_round import is_in_step, step_ends_s
 from triplane.unified_ir.federated.core.metric import ACCURACY
 from triplane.unified_ir.federated.core.run import (
     Ended,
@@ -74,7 +74,7 @@ def run_message(
 def _add_state(message: pb.Run, projection: RunProjection, *, rounds: bool, down: int) -> None:
     state = projection.state
     message.phase = pb.Run.Phase.Value(state.phase.name)
-    message.reason = state.reason
+    message.reason = state.reason or _step_text(state)
     message.round = state.round.number if state.round else state.turn[0]
     message.revision = projection.revision
     if projection.metric != ACCURACY.name:  # which earlier releases do not name
@@ -87,6 +87,17 @@ def _add_state(message: pb.Run, projection: RunProjection, *, rounds: bool, down
         messages = [_ended(projection, ended) for ended in state.history]
         messages += _at_hand(state, down)
         message.rounds.extend(messages[-MAX_ROUNDS:])
+
+
+def _step_text(state: RunState) -> str:
+    """Describe where the run is in a masked round; empty if it is in none."""
+    round_ = state.round
+    if round_ is None or round_.masked is None or state.phase is not Phase.COLLECTING:
+        return ""
+    masked = round_.masked
+    taking_part = [x for x in open_leases(state) if is_in_step(x, masked)]
+    answered = sum(x.due is None for x in taking_part)
+    return f"{answered} of {len(taking_part)} devices have answered the step {masked.step}"
 
 
 def _member(member: RunMember) -> pb.Member:

@@ -55,8 +55,8 @@ def with_defaults(asked: pb.Spec) -> pb.Spec:
     _count("evaluate_every", spec.evaluate_every, MAX_ROUNDS, least=0)
     _count("seed", spec.seed, MAX_SEED, least=0)
     _fill_compression(spec)
-    fill_masking(spec, quorum=least_updates(spec.cohort.devices, spec.cohort.quorum))
     _fill_robustness(spec)
+    fill_masking(spec, quorum=least_updates(spec.cohort.devices, spec.cohort.quorum))
     if spec.alias:
         check_alias(spec.alias)
     return spec

@@ -14,7 +14,7 @@ from triplane.unified_ir.convert.conversion import read_model
 
 NAMES = ("ann", "bob", "cem")
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 async def model_of(cloud, reference):

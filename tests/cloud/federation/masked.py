@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 from tests.cloud.federation.given import Device, Kept, start_request, work_of
 
 from triplane.proto import federation_pb2 as pb
@@ -79,11 +77,7 @@ class MaskedDevice(Device):
 
     def __post_init__(self):
         super().__post_init__()
-        self.key = serialization.load_pem_private_key(self.identity.key_pem, None)
-        assert isinstance(self.key, ec.EllipticCurvePrivateKey)
-        self.der = self.key.public_key().public_bytes(
-            serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-        )
+        self.signer = EcdsaSigner.from_pem(self.identity.key_pem)
 
     async def _obey(self):
         done = set()
@@ -157,7 +151,7 @@ class MaskedDevice(Device):
         assert terms.fields == encoding.fields
         known: dict = {}
         device = MaskingDevice(
-            terms, wire.pseudonym(self.der), signer=EcdsaSigner(self.key),
+            terms, wire.pseudonym(self.signer.public_der), signer=self.signer,
             verifier=Known(known), store=self.ledger,
         )  # fmt: skip
         vectors = encoding.encode(flat, made.examples)
@@ -166,7 +160,7 @@ class MaskedDevice(Device):
                 vector[:] = 255
         change = {name: x for kind in kinds for name, x in kind.items()}
         self.open[task.lease] = Secrets(device, known, vectors, change, made.examples)
-        return wire.advertisement_message(device.advertise(), self.der)
+        return wire.advertisement_message(device.advertise(), self.signer.public_der)
 
 
 class Known:
@@ -182,7 +176,7 @@ class Known:
 def sections_of(change, plan):
     """(parameters, float buffers) by sorted name, as float32."""
     own = learn.buffers(plan.roles)
-    parts = ({}, {})
+    parts: tuple[dict, dict] = ({}, {})
     for name in sorted(change):
         parts[name in own][name] = np.asarray(change[name], np.float32)
     return parts

@@ -1,6 +1,7 @@
 """Whole masked runs over mutual TLS: sums, losses, dishonest devices, devices that are spent."""
 
 import asyncio
+import secrets
 
 import numpy as np
 import pytest
@@ -11,17 +12,20 @@ from tests.cloud.federation.given import (
     enrolled,
     living,
     make_home,
+    model_bytes,
     registered,
 )
 from tests.cloud.federation.masked import NORM, MaskedDevice, masked_request, weighted_mean
 from tests.support.deadlines import within
 
+from triplane.cloud.registry import Push
 from triplane.cloud.server import running
 from triplane.proto import federation_pb2 as pb
-from triplane.unified_ir.federated.core.files import read_state
+from triplane.unified_ir.federated.core.files import INLINE_BYTES, read_state
 from triplane.unified_ir.federated.masking import range_for
 
 NAMES = ("ann", "bob", "cem", "dia", "eli", "fay")
+WIDTH = 6000  # of a model whose masked update is uploaded
 ENTRIES = (FEATURES * 8 + 8) + (8 * CLASSES + CLASSES)
 
 pytestmark = pytest.mark.slow
@@ -94,6 +98,7 @@ def test_the_state_of_a_masked_run_moves_by_the_weighted_mean_of_the_updates(tmp
         check_mean(states[number, False], states[following], secrets_of, cap)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", ["share", "mask", "sign", "unmask"])
 def test_a_device_lost_in_a_step_is_in_the_sum_only_if_its_input_came(tmp_path, step):
     request = masked_request(5, lost_share=0.2, phase_s=1.0, rounds=1)
@@ -140,13 +145,14 @@ def larger(message):
         message.revealed.self_masks[i] = bytes(33)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("step", "change", "kind", "text"),
     [
         ("keys", unsigned, "masking", "not signed by its identity key"),
-        pytest.param("share", of_another, "masking", "answers for itself", marks=pytest.mark.long),
+        ("share", of_another, "masking", "answers for itself"),
         ("mask", shorter, "masking", "bytes here, got"),
-        pytest.param("mask", unsigned, "masking", "is not valid", marks=pytest.mark.long),
+        ("mask", unsigned, "masking", "is not valid"),
         ("sign", of_another, "masking", "answers for itself"),
         ("unmask", larger, "oversized", "answered by at most"),
     ],
@@ -164,6 +170,7 @@ def test_a_wrong_answer_is_refused_and_the_others_go_on(tmp_path, step, change, 
     assert run.rounds[0].counted == 4 + (step in {"sign", "unmask"})
 
 
+@pytest.mark.long
 def test_a_round_that_fails_after_inputs_stops_a_run_that_has_no_other_devices(tmp_path):
     def prepare(devices):
         for device in devices[:2]:
@@ -177,6 +184,7 @@ def test_a_round_that_fails_after_inputs_stops_a_run_that_has_no_other_devices(t
     assert all(len(d.ledger.load().entries) == 1 for d in devices)
 
 
+@pytest.mark.long
 def test_a_sum_beyond_what_honest_devices_can_send_is_refused(tmp_path):
     def prepare(devices):
         devices[0].lies = True
@@ -187,6 +195,7 @@ def test_a_sum_beyond_what_honest_devices_can_send_is_refused(tmp_path):
     assert "so a device lied, and the state is kept" in run.rounds[0].given_up
 
 
+@pytest.mark.long
 def test_an_update_in_the_clear_is_refused_in_a_masked_round(tmp_path):
     def prepare(devices):
         devices[0].in_the_clear = True
@@ -196,3 +205,27 @@ def test_an_update_in_the_clear_is_refused_in_a_masked_round(tmp_path):
     assert run.phase == pb.Run.DONE, run.reason
     ((refusal),) = run.refusals.reasons
     assert refusal.newest == "the round is masked, and this update is in the clear"
+
+
+@pytest.mark.long
+def test_masked_updates_above_the_inline_limit_are_uploaded_and_removed_after_the_round(tmp_path):
+    async def story():
+        async with running(make_home(tmp_path)) as cloud:
+            blob = cloud.blobs.put(model_bytes(tmp_path, hidden=WIDTH))
+            push = Push(model="wide", blob=blob, key=secrets.token_bytes(16))
+            await cloud.registry.push(push, by="operator")
+            devices = await masked_devices(cloud, tmp_path, 3)
+            async with living(devices):
+                request = masked_request(3, model="wide", rounds=1)
+                run = await ended(cloud, (await cloud.federation.begin(request, by="op")).id)
+            return run, devices, cloud.federation.updates.folder.folder
+
+    run, devices, folder = within(story())
+    assert run.phase == pb.Run.DONE, run.reason
+    sent = [x.masked.input for d in devices for _, x in d.answers if x.masked.HasField("input")]
+    assert all(x.blob.size > INLINE_BYTES and not x.data for x in sent)
+    assert len(sent) == 3
+    entries = FEATURES * WIDTH + WIDTH + WIDTH * CLASSES + CLASSES
+    assert all(x.blob.size < 0.5 * 4 * entries for x in sent)
+    assert run.rounds[0].bytes_up > 3 * sent[0].blob.size
+    assert not [p for p in folder.iterdir() if p.is_file()]
