@@ -18,7 +18,7 @@ from triplane.cloud.federation.flower.runs import FlowerRuns
 from triplane.cloud.federation.live import CONTRIBUTIONS, LiveRun, MakeEvent
 from triplane.cloud.federation.live_runs import LiveRuns
 from triplane.cloud.federation.masked_answers import judge_answer, without_left
-from triplane.cloud.federation.masked_rounds import MaskedRounds
+from triplane.cloud.federation.masked_cohorts import MaskedCohorts
 from triplane.cloud.federation.preparation import Preparation
 from triplane.cloud.federation.presence import Presence
 from triplane.cloud.federation.recovery import Recovery
@@ -74,7 +74,7 @@ class DeviceSessions:
         updates: UpdateStore,
         *,
         flower: FlowerRuns,
-        masked: MaskedRounds,
+        masked: MaskedCohorts,
         send: SendWork,
     ) -> None:
         self._runs, self._preparation, self._recovery = runs, preparation, recovery

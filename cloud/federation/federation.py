@@ -23,7 +23,7 @@ from triplane.cloud.federation.flower.runs import FlowerRuns
 from triplane.cloud.federation.journal import Prepared, RunRecord
 from triplane.cloud.federation.live import LiveRun
 from triplane.cloud.federation.live_runs import LiveRuns
-from triplane.cloud.federation.masked_rounds import MaskedRounds
+from triplane.cloud.federation.masked_cohorts import MaskedCohorts
 from triplane.cloud.federation.plan_signing import PlanSignatures
 from triplane.cloud.federation.preparation import Preparation
 from triplane.cloud.federation.recovery import Recovery
@@ -82,7 +82,7 @@ class Federation:
         self.live = LiveRuns(db, clock, epoch or secrets.token_hex(8))
         self.updates = UpdateStore(folder / "updates", blobs, self.live.small_update)
         children = children or Children(folder / "children")
-        masked = MaskedRounds(self.updates, blobs)
+        masked = MaskedCohorts(self.updates, blobs)
         self._results = Results(
             db, blobs, self.updates, children, registry, self.live.shares_plan, masked=masked
         )

@@ -398,8 +398,8 @@ class LiveRun:
                 if isinstance(effect, Reduce):
                     outcome = await self._worker.reduce(self.record, basis.state, effect)
                 elif isinstance(effect, Exchange):
-                    made = await self._worker.exchange(self.record, basis.state, effect)
-                    outcome = made, None
+                    make = await self._worker.exchange(self.record, basis.state, effect)
+                    outcome = make, None
                 else:
                     outcome = await self._worker.finish(self.record, basis.state)
             except NoRoom as error:

@@ -12,7 +12,7 @@ from typing import Final
 
 from triplane.cloud.federation.live import LiveRun, MakeEvent
 from triplane.cloud.federation.masked_cohort import FIELD_OF
-from triplane.cloud.federation.masked_rounds import MaskedRounds
+from triplane.cloud.federation.masked_cohorts import MaskedCohorts
 from triplane.cloud.federation.update_store import (
     Refusal,
     UpdateStore,
@@ -40,7 +40,7 @@ def judge_answer(
     run: LiveRun,
     device: str,
     contribution: pb.Contribution,
-    rounds: MaskedRounds,
+    rounds: MaskedCohorts,
     updates: UpdateStore,
 ) -> tuple[MakeEvent, bytes]:
     """Return the event of an answer, and its bytes, which are stored in the commit of the event.
@@ -98,7 +98,11 @@ def _event(device: str, lease: str, answer: StepAnswer) -> MakeEvent:
 
 
 def _answer(
-    run: LiveRun, message: pb.MaskingAnswer, data: bytes, rounds: MaskedRounds, updates: UpdateStore
+    run: LiveRun,
+    message: pb.MaskingAnswer,
+    data: bytes,
+    rounds: MaskedCohorts,
+    updates: UpdateStore,
 ) -> StepAnswer:
     state = run.projection.state
     round_, field = state.round, message.WhichOneof("answer")
@@ -125,7 +129,7 @@ def _most_bytes(step: MaskedStep, cohort: int) -> int:
 
 
 def _check_input(
-    run: LiveRun, message: pb.MaskedInput, cohort: int, rounds: MaskedRounds, updates: UpdateStore
+    run: LiveRun, message: pb.MaskedInput, cohort: int, rounds: MaskedCohorts, updates: UpdateStore
 ) -> str:
     """Check the masked update of an answer; return the name of its file, or "" if it is inline."""
     expected = rounds.terms(run.record, run.projection.state).input_bytes(max(cohort, 1))

@@ -111,6 +111,6 @@ def _check_norm_bound(text: str) -> None:
         raise InvalidInput(
             f"a masked run needs a norm bound from {LEAST_NORM:g} to {MOST_NORM:g}, got "
             f"{text[:40]!r}: the cloud sees no single update, so it cannot follow their "
-            "norms. Set --norm-bound to about three times the usual norm of an update, which "
-            "triplane federate simulate shows for data like that of the devices"
+            "norms. Set --norm-bound to a number; triplane federate simulate --norm-bound says how "
+            "many updates a bound scales on data like that of the devices"
         )

@@ -12,7 +12,7 @@ from triplane.cloud.federation.flower.runs import FlowerRuns
 from triplane.cloud.federation.journal import RunRecord
 from triplane.cloud.federation.live import MAX_RETRY_S, RETRY_S, LiveRun
 from triplane.cloud.federation.live_runs import LiveRuns
-from triplane.cloud.federation.masked_rounds import MaskedRounds
+from triplane.cloud.federation.masked_cohorts import MaskedCohorts
 from triplane.cloud.federation.results import Results
 from triplane.cloud.federation.run_projection import RunProjection
 from triplane.cloud.federation.update_store import UpdateStore
@@ -39,7 +39,7 @@ class Recovery:
         flower: FlowerRuns,
         updates: UpdateStore,
         *,
-        masked: MaskedRounds,
+        masked: MaskedCohorts,
         open_run: OpenRun,
     ) -> None:
         self._db, self._runs, self._results, self._flower = db, runs, results, flower

@@ -23,7 +23,7 @@ from triplane.cloud.federation import journal
 from triplane.cloud.federation.children import Children
 from triplane.cloud.federation.journal import Prepared, RunRecord
 from triplane.cloud.federation.live import MakeEvent, Write
-from triplane.cloud.federation.masked_rounds import MaskedRounds
+from triplane.cloud.federation.masked_cohorts import MaskedCohorts
 from triplane.cloud.federation.run_projection import RunProjection, turn_of
 from triplane.cloud.federation.spec import hyper_of, robustness_of
 from triplane.cloud.federation.update_store import UpdateStore
@@ -80,7 +80,7 @@ class Results:
         registry: Registry,
         shares_plan: SharesPlan,
         *,
-        masked: MaskedRounds,
+        masked: MaskedCohorts,
     ) -> None:
         self._db, self._blobs, self._updates, self._children = db, blobs, updates, children
         self._masked = masked

@@ -12,7 +12,7 @@ from typing import Final
 from triplane.cloud.federation import messages
 from triplane.cloud.federation.flower.runs import FlowerRuns
 from triplane.cloud.federation.live import LiveRun
-from triplane.cloud.federation.masked_rounds import MaskedRounds
+from triplane.cloud.federation.masked_cohorts import MaskedCohorts
 from triplane.cloud.federation.run_projection import Turn, turn_of
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.blobs import BlobFolder
@@ -40,7 +40,7 @@ class WorkDocuments:
         self,
         runs: Callable[[], Iterable[LiveRun]],
         flower: FlowerRuns,
-        masked: MaskedRounds,
+        masked: MaskedCohorts,
         blobs: BlobFolder,
         clock: Callable[[], float],
     ) -> None:

@@ -18,7 +18,7 @@ from triplane.unified_ir.federated.masking import (
     wire,
 )
 
-NORM = 2.0
+NORM = 0.5
 STEPS = ("keys", "share", "mask", "sign", "unmask")
 
 

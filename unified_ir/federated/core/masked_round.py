@@ -32,7 +32,7 @@ from triplane.unified_ir.federated.core.lease_changes import (
     with_member,
 )
 from triplane.unified_ir.federated.core.limits import EXAMPLES_FACTOR, lower_median
-from triplane.unified_ir.federated.core.masked_step import MaskedRound, MaskedStep, StepAnswer
+from triplane.unified_ir.federated.core.masked_step import MaskedProgress, MaskedStep, StepAnswer
 from triplane.unified_ir.federated.core.run import (
     Effects,
     Exchange,
@@ -50,23 +50,23 @@ REFUSED: Final = "masking"
 """The kind under which refused answers are counted."""
 
 
-def begun(state: RunState, chosen: Iterable[str], now_s: float) -> MaskedRound | None:
+def begun(state: RunState, chosen: Iterable[str], now_s: float) -> MaskedProgress | None:
     """Return the first step of a round of these devices; None where updates are in the clear."""
     if not state.plan.least:
         return None
     examples = [state.members[device].examples for device in chosen]
     # As in `limits.limited`, but by what devices offer: nobody sees the weight of an update.
     cap = min(max(examples), EXAMPLES_FACTOR * int(lower_median(examples)))
-    return MaskedRound(step=MaskedStep.KEYS, opened_s=now_s, cap=cap)
+    return MaskedProgress(step=MaskedStep.KEYS, opened_s=now_s, cap=cap)
 
 
-def step_ends_s(plan: RunPlan, masked: MaskedRound) -> float:
+def step_ends_s(plan: RunPlan, masked: MaskedProgress) -> float:
     """Return when the step ends although answers are missing."""
     time_s = plan.deadline_s if masked.step is MaskedStep.KEYS else plan.phase_s
     return masked.opened_s + time_s
 
 
-def is_in_step(lease: Lease, masked: MaskedRound) -> bool:
+def is_in_step(lease: Lease, masked: MaskedProgress) -> bool:
     """Return whether the device of an open lease takes part in the present step."""
     return lease.due is masked.step or answer_of(lease, masked.step) is not None
 
@@ -101,7 +101,7 @@ def leave(state: RunState, lease: Lease, outcome: Outcome) -> Step:
     return settle(state, gone, outcome)
 
 
-def lose_silent(state: RunState, round_: Round, masked: MaskedRound, now_s: float) -> Step:
+def lose_silent(state: RunState, round_: Round, masked: MaskedProgress, now_s: float) -> Step:
     """Take out the devices whose answer is overdue, or that were away for too long."""
     gone_s = now_s - state.plan.patience_s
     over = now_s >= step_ends_s(state.plan, masked)
@@ -117,7 +117,9 @@ def lose_silent(state: RunState, round_: Round, masked: MaskedRound, now_s: floa
     return state, tells
 
 
-def complete(state: RunState, round_: Round, masked: MaskedRound) -> tuple[RunState, Effects, str]:
+def complete(
+    state: RunState, round_: Round, masked: MaskedProgress
+) -> tuple[RunState, Effects, str]:
     """Ask for the exchange once all answers are there; the text says why the round is given up."""
     leases = leases_of(round_)
     waiting = leases.listed("waiting")
@@ -186,7 +188,7 @@ def refuse(state: RunState, refused: Iterable[tuple[str, str]]) -> Step:
     return state, tells
 
 
-def advance(state: RunState, masked: MaskedRound, now_s: float) -> Step:
+def advance(state: RunState, masked: MaskedProgress, now_s: float) -> Step:
     """Begin the next step for the devices whose answers were taken."""
     following = masked.step.next
     taken = [x for x in open_leases(state) if answer_of(x, masked.step)]
@@ -242,6 +244,6 @@ def why_exhausted(state: RunState) -> str:
     )
 
 
-def _with_step(state: RunState, masked: MaskedRound) -> RunState:
+def _with_step(state: RunState, masked: MaskedProgress) -> RunState:
     assert state.round is not None
     return replace(state, round=replace(state.round, masked=masked))

@@ -55,7 +55,7 @@ class StepAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MaskedRound:
+class MaskedProgress:
     """Where a masked round is. opened_s: when the step began. cap: examples that count at most.
 
     exchanging: all answers are there and the cloud takes them.

@@ -15,7 +15,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.limits import Norms
 from triplane.unified_ir.federated.core.masked_step import (
     PHASE_S,
-    MaskedRound,
+    MaskedProgress,
     MaskedStep,
     StepAnswer,
 )
@@ -290,7 +290,7 @@ class Round:
     opened_s: float
     leases: Sequence[Lease]
     population: int = field(default=0, metadata=ADDED)
-    masked: MaskedRound | None = field(default=None, metadata=ADDED)
+    masked: MaskedProgress | None = field(default=None, metadata=ADDED)
 
     def __post_init__(self) -> None:
         if not isinstance(self.leases, Leases):

@@ -56,7 +56,7 @@ class RoundTerms:
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenCohort:
     """The masked round that a run is in. cohort: None until an answer was taken."""
 
     turn: Turn
@@ -64,12 +64,12 @@ class _Open:
     cohort: MaskedCohort | None = None
 
 
-class MaskedRounds:
+class MaskedCohorts:
     """The masked rounds of this process, one for each run. blobs: holds the states."""
 
     def __init__(self, updates: UpdateStore, blobs: BlobFolder) -> None:
         self._updates, self._blobs = updates, blobs
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, _OpenCohort] = {}
         self._likes: dict[str, Like] = {}
 
     async def take_up(self, record: RunRecord, projection: RunProjection) -> None:
@@ -145,12 +145,12 @@ class MaskedRounds:
         if known is not None and known.turn != turn:
             del self._open[run]
 
-    def _of(self, record: RunRecord, state: RunState) -> _Open:
+    def _of(self, record: RunRecord, state: RunState) -> _OpenCohort:
         turn = turn_of(state.round)
         assert turn is not None
         known = self._open.get(record.id)
         if known is None or known.turn != turn:
-            known = self._open[record.id] = _Open(turn, self._terms(record, state))
+            known = self._open[record.id] = _OpenCohort(turn, self._terms(record, state))
         return known
 
     def _exchange(
