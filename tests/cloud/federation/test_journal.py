@@ -300,8 +300,10 @@ def test_events_and_states_of_masked_rounds_are_stored_by_these_bytes():
     stored: list[tuple[typing.Any, str]] = [
         (
             masked,
-            '{"at_s":1.5,"device":"ann","lease":"l1","answer":{"step":"inputs","blob":"b1",'
-            '"size":70,"file":"f1"},"bytes_down":9}',
+            (
+                '{"at_s":1.5,"device":"ann","lease":"l1","answer":{"step":"inputs","blob":"b1",'
+                '"size":70,"file":"f1"},"bytes_down":9}'
+            ),
         ),
         (
             exchanged,
@@ -310,8 +312,10 @@ def test_events_and_states_of_masked_rounds_are_stored_by_these_bytes():
         (progress, '{"step":"reveals","opened_s":3.0,"cap":24,"exchanging":true}'),
         (
             lease,
-            '{"id":"l1","device":"ann","outcome":"open","update":null,"away_s":null,"reason":"",'
-            '"bytes_down":0,"due":"inputs","taken":"shares"}',
+            (
+                '{"id":"l1","device":"ann","outcome":"open","update":null,"away_s":null,"reason":"",'
+                '"bytes_down":0,"due":"inputs","taken":"shares"}'
+            ),
         ),
     ]
     for value, text in stored:
