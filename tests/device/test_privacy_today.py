@@ -1,4 +1,4 @@
-"""What docs/privacy.md says a cloud can learn of a device today, shown with its own means."""
+"""What docs/privacy.md says a stolen cloud can do in spite of signed plans, by its own means."""
 
 import numpy as np
 import pytest
@@ -51,6 +51,24 @@ def test_a_stolen_cloud_reads_samples_from_a_tensor_named_as_the_policy_allows(t
     )
     stolen = {row.tobytes() for row in change["w"]}
     assert stolen == {row.tobytes() for row in SHARD.train["x"]}
+
+
+@pytest.mark.long
+def test_no_signature_covers_the_state_that_a_round_begins_from(tmp_path):
+    """People signed the plan, and a stolen cloud chose the numbers."""
+
+    async def story():
+        async with (
+            staged(tmp_path / "stage") as stage,
+            serving(client_at(stage, tmp_path / "ann", SHARD)),
+        ):
+            await stage.offer()
+            plan, digest = stage.plan()
+            chosen = np.array([[1e6], [-1e6]], np.float32)
+            stage.tell(stage.task(plan=plan, state=stage.state(digest, w=chosen)))
+            return await stage.contribution(lease(1))
+
+    assert within(story()).WhichOneof("outcome") == "update"
 
 
 def test_one_step_on_one_sample_of_an_honest_network_tells_the_sample(tmp_path):

@@ -93,9 +93,8 @@ class DigitsAtDevices:
 
     def errors(self, guesses, samples):
         """Return the RMS error of the nearest guess, relative to that of the mean image: (n,)."""
-        mean = self.images.mean(axis=0)
-        distance = _rms(guesses[:, None] - samples).min(axis=0)
-        return distance / _rms(mean - samples)
+        mean = self.images.mean(axis=0, keepdims=True)
+        return _distances(guesses, samples).min(axis=0) / _distances(mean, samples)[0]
 
 
 def guesses(change):
@@ -207,5 +206,7 @@ def _ratios(weight, bias):
     return np.clip(np.nan_to_num(images, nan=0.0, posinf=1.0, neginf=0.0), 0, 1)
 
 
-def _rms(x):
-    return np.sqrt(np.mean(x**2, axis=-1))
+def _distances(x, y):
+    """Return the RMS errors between rows: (len(x), len(y))."""
+    squares = np.square(x).sum(axis=1)[:, None] + np.square(y).sum(axis=1) - 2 * x @ y.T
+    return np.sqrt(np.maximum(squares, 0) / PIXELS)

@@ -114,8 +114,8 @@ def _head():
     return f"""# Gradient inversion
 
 `make deep SUITE=inversion`, {day}, {platform.machine()}, {os.cpu_count()} cores, Python \
-{platform.python_version()}; seconds. Noise comes from the operating system, so its rows differ each
-time.
+{platform.python_version()}; seconds.
+Noise comes from the operating system, so its rows differ each time.
 
 Devices with {BATCH} of the 1,797 digits (8 by 8 pixels) each take a step of `fedavg` with a real
 plan, on a network of two dense layers, {inversion.UNITS} units and a ReLU. The attacker has one
@@ -149,8 +149,9 @@ def _end():
   averages, and here and there a single digit.
 * From a state that the cloud chose, half of the digits in an exact sum of ten devices are
   recovered.
-* With noise for epsilon 8, and even 50, no guess is nearer than the mean image, whatever the state
-  was. At 100,000, which promises nothing, digits show again.
+* With noise for epsilon 8, and even 50, guesses are no nearer than the mean image, and as far from
+  digits that nobody had, whatever the state was. At 100,000, which promises nothing, digits show
+  again.
 * This is one attack, without knowledge of digits and without optimization. Others reach further:
   batches of up to 25 exactly (Dimitrov et al. 2024, arXiv 2403.03945), images from convolutional
   networks (Geiping et al. 2020, arXiv 2003.14053). That one attack fails proves nothing; epsilon

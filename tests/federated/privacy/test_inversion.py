@@ -5,12 +5,19 @@ than the mean of all digits, which everybody knows. `make deep SUITE=inversion` 
 the picture to docs/evidence/.
 """
 
+from functools import partial
+
 import numpy as np
 import pytest
 from tests.support import inversion, inversion_page
 from tests.support.inversion import BATCH, DigitsAtDevices, guesses, guesses_between
 
+from triplane.unified_ir.federated.algorithms import ALGORITHMS
+from triplane.unified_ir.federated.core.reduce import reduce
+
 EPSILON = 8
+LUCK = 0.9
+"""Of 256 random guesses, the nearest to one of eight digits once came to 0.98 in 7,500 tries."""
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +34,13 @@ def recovered(digits, view, by=guesses):
     return int(np.sum(errors(digits, view, by) < 0.01))
 
 
+def assert_says_nothing(digits, view, by=guesses):
+    """Assert that guesses at the first device's digits are no nearer than the mean image."""
+    of_one_device = errors(digits, view, by)[:BATCH]
+    assert np.median(of_one_device) > 1.2
+    assert of_one_device.min() > LUCK
+
+
 def test_an_unprotected_update_contains_its_digits(digits):
     for samples in (1, 4, 8):
         assert errors(digits, digits.learned(0, samples)).max() < 1e-3
@@ -41,7 +55,7 @@ def test_more_steps_and_larger_batches_do_not_hide_all_digits(digits):
 def test_a_masked_input_is_no_nearer_than_the_mean_image(digits):
     updates = digits.updates(3)
     assert errors(digits, inversion.masked_sum(updates[:1])).max() < 0.5, "it is the masks"
-    assert errors(digits, inversion.masked_input(updates)).min() > 1
+    assert_says_nothing(digits, inversion.masked_input(updates))
 
 
 @pytest.mark.parametrize("noised", [inversion.with_central_noise, inversion.with_noise_of_devices])
@@ -49,13 +63,11 @@ def test_a_masked_input_is_no_nearer_than_the_mean_image(digits):
 def test_a_sum_with_noise_is_no_nearer_than_the_mean_image(digits, noised, chosen):
     state, by = (digits.chosen_state(), guesses_between) if chosen else (None, guesses)
     view = noised(digits.updates(10, state=state), EPSILON)
-    assert errors(digits, view, by)[:BATCH].min() > 1
-    noisy = np.median(errors(digits, view, by))
-    assert noisy > 1.2
+    assert_says_nothing(digits, view, by)
     # It is the noise, and not the way in which it is added: with next to none digits show.
     nearly_none = errors(digits, noised(digits.updates(10, state=state), 1e6), by)
     assert nearly_none.min() < 0.9
-    assert np.median(nearly_none) < noisy - 0.15
+    assert np.median(nearly_none) < np.median(errors(digits, view, by)) - 0.15
 
 
 def test_a_sum_without_noise_still_contains_digits(digits):
@@ -66,6 +78,18 @@ def test_a_sum_without_noise_still_contains_digits(digits):
         rounded = errors(digits, inversion.masked_sum(updates[:devices]))
         assert rounded.min() < 0.5
         assert np.median(rounded) < 0.8
+
+
+def test_in_a_round_of_two_each_device_reads_the_digits_of_the_other(digits):
+    first, second = digits.learned(0), digits.learned(BATCH)
+    updates = [(BATCH, partial(dict, view.change)) for view in (first, second)]
+    before = {name: digits.start[name] for name in first.change}
+    server = ALGORITHMS["fedavg"].server
+    after, _ = reduce(
+        before, {}, updates, weighting="examples", server=server, hyper={"server_lr": 1.0}
+    )
+    other = {n: 2 * (after[n] - before[n]) - second.change[n] for n in before}
+    assert np.median(digits.errors(guesses(other), first.samples)) < 0.05
 
 
 def test_a_state_that_the_cloud_chose_reveals_half_of_a_sum_of_ten(digits):
@@ -82,7 +106,7 @@ def test_a_state_that_the_cloud_chose_reveals_half_of_a_sum_of_ten(digits):
 def test_the_page_and_the_picture(digits):
     views = inversion_page.views(digits)
     inversion_page.write(digits, views)
-    protected = [view for view in views if view.protected]
+    protected = [row for row in views if row.protected]
     assert len(protected) == 7
-    for view in protected:
-        assert view.errors(digits)[:BATCH].min() > 1, view.name
+    for row in protected:
+        assert_says_nothing(digits, row.view, row.by)
