@@ -5,8 +5,6 @@ than the mean of all digits, which everybody knows. `make deep SUITE=inversion` 
 the picture to docs/evidence/.
 """
 
-from functools import partial
-
 import numpy as np
 import pytest
 from tests.support import inversion, inversion_page
@@ -82,7 +80,7 @@ def test_a_sum_without_noise_still_contains_digits(digits):
 
 def test_in_a_round_of_two_each_device_reads_the_digits_of_the_other(digits):
     first, second = digits.learned(0), digits.learned(BATCH)
-    updates = [(BATCH, partial(dict, view.change)) for view in (first, second)]
+    updates = [(BATCH, _opening(view)) for view in (first, second)]
     before = {name: digits.start[name] for name in first.change}
     server = ALGORITHMS["fedavg"].server
     after, _ = reduce(
@@ -90,6 +88,10 @@ def test_in_a_round_of_two_each_device_reads_the_digits_of_the_other(digits):
     )
     other = {n: 2 * (after[n] - before[n]) - second.change[n] for n in before}
     assert np.median(digits.errors(guesses(other), first.samples)) < 0.05
+
+
+def _opening(view):
+    return lambda: view.change
 
 
 def test_a_state_that_the_cloud_chose_reveals_half_of_a_sum_of_ten(digits):
