@@ -18,7 +18,7 @@ from tests.support.masked_rounds import MaskedRound
 
 from triplane.device import client as device_client
 from triplane.device.home import DeviceHome
-from triplane.device.masked_rounds import CohortVerifier
+from triplane.device.masked_rounds import MAX_OPEN, CohortVerifier
 from triplane.device.memory import Memory
 from triplane.device.task_runner import InProcessExecutor
 from triplane.device.tasks import STEPS
@@ -498,6 +498,24 @@ def test_a_new_certificate_waits_until_no_masked_round_is_open(tmp_path, monkeyp
 
     within(story())
     assert events == ["over", "used"]
+
+
+def test_a_device_is_in_so_many_rounds_at_most_and_forgets_those_that_are_over(tmp_path):
+    async def story():
+        async with play(tmp_path) as made:
+            tasks = []
+            for number in range(1, MAX_OPEN + 2):
+                made.begin(number)
+                tasks.append(made.task(made.round.step(), number))
+            made.stage.tell(*tasks)
+            said = [await made.stage.contribution(lease(n)) for n in range(1, len(tasks) + 1)]
+            made.begin(100)
+            return said, await made.asked(made.round.step())
+
+    (*taken, refused), later = within(story())
+    assert {m.WhichOneof("outcome") for m in taken} == {"masked"}
+    assert "takes part in at most 8 masked rounds at a time, it is in 8" in refused.declined
+    assert later.WhichOneof("outcome") == "masked"
 
 
 def test_steps_come_in_their_order(tmp_path):
