@@ -39,10 +39,10 @@ class MaskedStage(Stage):
         for name in names:
             await self._said(name, lambda m: isinstance(m, pb.Offer), 0)
 
-    async def ask(self, name, task):
+    async def ask(self, name, task, settled=()):
         """What the device contributes to a task."""
         before = len(self.heard_of[name])
-        self.session_of(name).send(pb.Work(tasks=[task]))
+        self.session_of(name).send(pb.Work(tasks=[task], settled=settled))
         return await self._said(
             name, lambda m: isinstance(m, pb.Contribution) and m.lease == task.lease, before
         )
@@ -55,10 +55,14 @@ class MaskedStage(Stage):
 
 
 class MaskedRun:
-    """One masked round of real devices. names: of the devices, each with a lease of its own."""
+    """One masked round of real devices. names: of the devices, each with a lease of its own.
 
-    def __init__(self, stage, round_, files, names):
+    first: number of the first lease. settled: by device, what its documents say of earlier leases.
+    """
+
+    def __init__(self, stage, round_, files, names, *, first=1, settled=()):
         self.stage, self.round, self.files, self.names = stage, round_, files, list(names)
+        self.first, self.settled = first, dict(settled)
         self.positions = {}
         self.declined = {}
 
@@ -67,9 +71,9 @@ class MaskedRun:
 
         async def one(name):
             step = asks(self.positions[name]) if callable(asks) else asks
-            number = 1 + self.names.index(name)
+            number = self.number(name)
             task = self.stage.task(number, **self.files, masking=step, inline_bytes=65536)
-            said = await self.stage.ask(name, task)
+            said = await self.stage.ask(name, task, self.settled.get(name, ()))
             assert said.lease == lease(number)
             return name, said
 
@@ -78,6 +82,15 @@ class MaskedRun:
             if contribution.WhichOneof("outcome") == "declined":
                 self.declined[name] = contribution.declined
         return {name: said[name].masked for name in self.left}
+
+    def number(self, name):
+        return self.first + self.names.index(name)
+
+    @property
+    def counted(self):
+        """The devices whose sum was unmasked."""
+        cohort, contributors = self.round.cloud.session.devices, self.round.cloud.contributors
+        return [n for n, at in self.positions.items() if cohort[at] in contributors]
 
     @property
     def left(self):

@@ -1,18 +1,24 @@
 """Whole masked rounds of real devices over mutual TLS, some of which are killed on the way."""
 
+import asyncio
 import contextlib
 import logging
+import random
+from collections import Counter
 
 import numpy as np
 import pytest
 from tests.device.devices import Process, save_shard, started
 from tests.device.masked_stage import MaskedRun, MaskedStage
-from tests.device.stage import RUN, client_at, serving, staged
+from tests.device.stage import RUN, client_at, lease, serving, staged
 from tests.federated.core import plans
 from tests.support.deadlines import within
 from tests.support.masked_rounds import MaskedRound
 
 from triplane.device.client import Graphs
+from triplane.device.home import DeviceHome
+from triplane.device.memory import Memory
+from triplane.proto import federation_pb2 as pb
 from triplane.unified_ir.federated.core.learn import Work, learn
 
 pytestmark = pytest.mark.long
@@ -25,10 +31,13 @@ def shard_of(name):
     return plans.shard(n=12 + 4 * number, held_out=6, seed=number)
 
 
-def plain(folder, name):
-    """The change that a device learns, and its examples."""
-    work = Work(run=RUN, round=1, device=name, seed=7, steps=3, batch_size=4, support=4, query=3)
+def plain(folder, name, state=(), round_=1):
+    """The change that a device learns from a state, and its examples."""
+    work = Work(
+        run=RUN, round=round_, device=name, seed=7, steps=3, batch_size=4, support=4, query=3
+    )
     plan = plans.plan(folder)
+    plan.assign(dict(state))
     learned = learn(plan, work, shard_of(name))
     return learned.change, learned.examples
 
@@ -104,8 +113,11 @@ async def played(folder, graphs, names, kills=()):
 
 def check(folder, run, mean, counted):
     """Compare with the plain weighted mean over the counted devices."""
+    compare(run, mean, [plain(folder, name) for name in counted])
+
+
+def compare(run, mean, changes):
     (w, bias), weight = mean
-    changes = [plain(folder, name) for name in counted]
     caps = [min(examples, 32) for _, examples in changes]
     assert weight == sum(caps)
     for section, actual, name in zip(
@@ -114,7 +126,7 @@ def check(folder, run, mean, counted):
         wanted = sum(
             change[name].reshape(-1) * cap for (change, _), cap in zip(changes, caps, strict=True)
         )
-        bound = section.error_bound(len(counted)) * 32 / weight
+        bound = section.error_bound(len(changes)) * 32 / weight
         assert np.linalg.norm(actual - wanted / weight) < bound
         assert np.linalg.norm(wanted / weight) > 5 * bound, "the bound tells something"
 
@@ -138,7 +150,66 @@ def test_a_device_killed_before_a_step_leaves_and_the_sum_of_the_others_is_right
     assert list(run.declined) == ["cat"]
     assert "the process that held them has ended" in run.declined["cat"]
     counted = [name for name in NAMES if is_counted or name != "cat"]
-    assert sorted(run.round.cloud.contributors) == sorted(
-        run.round.cloud.session.devices[run.positions[name]] for name in counted
-    )
+    assert run.counted == counted
     check(tmp_path, run, mean, counted)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("rounds", [4, pytest.param(360, marks=pytest.mark.deep)])
+def test_devices_killed_at_random_instants_count_once_or_not_at_all(tmp_path, rounds):
+    """In each round a device is killed during a step; what it learned for itself follows the sum.
+
+    `head` counts the steps of a device: three for each round that counted it.
+    """
+    rng = random.Random(rounds)
+    counted: Counter[str] = Counter()
+    ends: Counter[str] = Counter()
+
+    async def one_round(stage, clients, number, settled):
+        plan, digest = stage.plan()
+        w = rng.uniform(-1, 1) * np.ones((2, 1), np.float32)
+        state = stage.state(digest, w=w)
+        round_ = MaskedRound(RUN, number, state.sha256, **SIZES, encoding={"bits": 16})
+        files = {"plan": plan, "state": state, "round": number}
+        run = MaskedRun(stage, round_, files, NAMES, first=10 * number, settled=settled)
+        victim, at = rng.choice(NAMES), rng.choice(("share", "mask", "sign", "unmask"))
+        delay_s = rng.uniform(0, 0.02)
+
+        def kill(step):
+            if step == at:
+                asyncio.get_running_loop().call_later(delay_s, kill_child, clients[victim])
+
+        mean = round_.mean(await run.play(kill))
+        assert set(run.declined) <= {victim}
+        compare(run, mean, [plain(tmp_path, n, {"w": w}, number) for n in run.counted])
+        counted.update(run.counted)
+        ends["counted" if victim in run.counted else "lost"] += bool(run.declined)
+        return {n: [settlement_of(run, n)] for n in NAMES}
+
+    async def story():
+        async with contextlib.AsyncExitStack() as stack:
+            stage = await stack.enter_async_context(staged(tmp_path / "stage", kind=MaskedStage))
+            clients = {name: client_of(stage, tmp_path, name, Graphs.CHILD) for name in NAMES}
+            for client in clients.values():
+                await stack.enter_async_context(serving(client))
+            await stage.offers(*NAMES)
+            settled: dict[str, list[pb.Settlement]] = {}
+            for number in range(1, rounds + 1):
+                settled = await one_round(stage, clients, number, settled)
+            # One more task each: before it, a device settles what went before.
+            for n in NAMES:
+                plan, digest = stage.plan()
+                task = stage.task(9999, plan=plan, state=stage.state(digest))
+                await stage.ask(n, task, settled[n])
+
+    within(story(), 60 * rounds)
+    for name in NAMES:
+        home = DeviceHome(tmp_path / name)
+        head = Memory(home.personal, home.pending).personal(RUN).tensors.get("head", np.zeros(1))
+        assert head[0] == 3 * counted[name]
+    assert rounds < 10 or min(ends["counted"], ends["lost"]) > rounds / 10, "kills before and after"
+
+
+def settlement_of(run, name):
+    is_counted = name in run.counted
+    return pb.Settlement(run=RUN, lease=lease(run.number(name)), counted=is_counted)

@@ -18,7 +18,7 @@ from tests.support.masked_rounds import MaskedRound
 
 from triplane.device import client as device_client
 from triplane.device.home import DeviceHome
-from triplane.device.masked_rounds import CohortVerifier
+from triplane.device.masked_rounds import MAX_OPEN, CohortVerifier
 from triplane.device.memory import Memory
 from triplane.device.task_runner import InProcessExecutor
 from triplane.device.tasks import STEPS
@@ -53,19 +53,24 @@ class Play:
         stage.signer.sign(stage.folder / "made.plan", **dict(statement))
         self.files = {"plan": plan, "state": stage.state(digest)}
         self.simulated, self.changes = simulated, changes
+        self.begin(1)
+
+    def begin(self, number):
+        """Begin another round, with a lease and a run of its own."""
+        self.number, self.run = number, RUN if number == 1 else f"{number:016x}"
         self.round = self.new_round()
 
     def new_round(self, **changes):
         options = {"simulated": self.simulated, **SHARED, **self.changes, **changes}
-        return MaskedRound(RUN, 1, self.files["state"].sha256, **options)
+        return MaskedRound(self.run, 1, self.files["state"].sha256, **options)
 
-    def task(self, step, number=1, **changes):
-        return self.stage.task(
-            number, **{**self.files, "masking": step, "inline_bytes": 65536, **changes}
-        )
+    def task(self, step, number, **changes):
+        options = {"run": self.run, "masking": step, "inline_bytes": 65536, **changes}
+        return self.stage.task(number, **{**self.files, **options})
 
-    async def asked(self, step, number=1, **changes):
+    async def asked(self, step, number=None, **changes):
         """The device's answer to a step."""
+        number = number or self.number
         before = len(self.stage.heard)
         self.stage.tell(self.task(step, number, **changes))
         async with self.stage.moved:
@@ -145,58 +150,93 @@ def test_a_whole_round_gives_the_update_and_nothing_else(tmp_path, inline_bytes)
     assert [p.name for p in (tmp_path / "ann/pending").iterdir()] == [f"{RUN}.update"]
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "too few for its owner": (
+DEMANDS: dict[str, tuple[dict[str, Any], str]] = {
+    "devices, of its owner": (
         {"owner": {"least_devices": 4}},
         "at least 4 devices in a round, got 3",
     ),
-    "too few by the signature": (
+    "devices, of the signature": (
         {"statement": {"least": Least(devices=5)}},
         "at least 5 devices in a round, got 3",
     ),
-    "too few colluding by its owner": (
+    "colluding, of its owner": (
         {"owner": {"least_colluding_share": 0.1}},
         "a share of at least 0.1 colluding devices, got 0",
     ),
-    "too few colluding by the signature": (
+    "colluding, of the signature": (
         {"statement": {"masking": LeastMasking(0.2)}},
         "a share of at least 0.2 colluding devices, got 0",
     ),
-    "failure": ({"failure": 1e-3}, "a probability of at most 1e-06, got 0.001"),
-    "no least": ({"changed": {"least": 1}}, "the least cohort of a masked round is 3"),
-    "no failure": ({"changed": {"failure": float("nan")}}, "the largest failure probability"),
-    "no cap": ({"encoded": {"cap": 0}}, "the cap on examples is 1 to"),
-    "endless norm": ({"encoded": {"norm": float("nan")}}, "a range that float32 has, got 2 ent"),
-    "no buffer norm": ({"encoded": {"buffer_norm": 0.0}}, "range that float32 has, got 1 entries"),
-    "many bits": ({"encoded": {"bits": 25}}, "1 to 24 bits"),
-    "other bits": ({"encoded": {"bits": 7}}, "256 of 7+0 bits, 1 of 6+0 bits, the terms have"),
-    "other cap": ({"encoded": {"cap": 1 << 20}}, "1 of 21+0 bits, the terms have"),
-    "other fields": ({"changed": {"fields": [pb.MaskedField(entries=9, bits=8)]}}, "9 of 8+0 bits"),
-    "compression": ({"task": {"learn": pb.Learn(compression="int8")}}, "is not compressed"),
-    "a score": ({"task": {"evaluate": pb.Evaluate(steps=1)}}, "a task to learn, got 'keys'"),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED, ids=list(REFUSED))
-def test_terms_that_it_does_not_accept_are_declined_before_it_learns(tmp_path, case):
-    options, reason = dict(REFUSED[case][0]), REFUSED[case][1]
-    changed, encoded = options.pop("changed", {}), options.pop("encoded", {})
-    task = options.pop("task", {})
+@pytest.mark.parametrize("case", DEMANDS, ids=list(DEMANDS))
+def test_weaker_masking_than_is_demanded_is_declined(tmp_path, case):
+    options, reason = DEMANDS[case]
 
     async def story():
         async with play(tmp_path, **options) as made:
-            step = made.round.step()
-            for name, value in changed.items():
-                if name == "fields":
-                    del step.terms.fields[:]
-                    step.terms.fields.extend(value)
-                else:
-                    setattr(step.terms, name, value)
-            for name, value in encoded.items():
-                setattr(step.encoding, name, value)
-            return await made.asked(step, **task)
+            return await made.asked(made.round.step())
 
     assert reason in within(story()).declined
+
+
+# Changes of the terms, of the encoding or of the task, and the reason that the device gives.
+TERMS: dict[str, tuple[dict[str, Any], str]] = {
+    "failure": ({"failure": 1e-3}, "a probability of at most 1e-06, got 0.001"),
+    "no failure": ({"failure": float("nan")}, "the largest failure probability"),
+    "no least": ({"least": 1}, "the least cohort of a masked round is 3"),
+    "other fields": ({"fields": [pb.MaskedField(entries=9, bits=8)]}, "have 9 of 8+0 bits"),
+    "no field": ({"fields": []}, "1 to 64 fields, got 32 bytes and 0 fields"),
+    "noise bits": (
+        {"fields": [pb.MaskedField(entries=256, bits=8, noise_bits=4)]},
+        "the terms have 256 of 8+4 bits",
+    ),
+}
+ENCODINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "no cap": ({"cap": 0}, "the cap on examples is 1 to"),
+    "other cap": ({"cap": 1 << 20}, "1 of 21+0 bits, the terms have"),
+    "endless norm": ({"norm": float("inf")}, "a range that float32 has, got 2 entries"),
+    "no norm": ({"norm": float("nan")}, "a range that float32 has, got 2 entries"),
+    "no buffer norm": ({"buffer_norm": 0.0}, "range that float32 has, got 1 entries"),
+    "many bits": ({"bits": 25}, "1 to 24 bits"),
+    "other bits": ({"bits": 7}, "256 of 7+0 bits, 1 of 6+0 bits, the terms have"),
+}
+TASKS: dict[str, tuple[dict[str, Any], str]] = {
+    "compression": ({"learn": pb.Learn(compression="int8")}, "is not compressed"),
+    "a score": ({"evaluate": pb.Evaluate(steps=1)}, "a task to learn, got 'keys'"),
+}
+
+
+def changed(message, changes):
+    for name, value in changes.items():
+        if name == "fields":
+            del message.fields[:]
+            message.fields.extend(value)
+        else:
+            setattr(message, name, value)
+
+
+@pytest.mark.slow
+def test_terms_that_do_not_follow_are_declined_with_the_reason(tmp_path):
+    """One device meets them all, one after the other, and takes part in an honest round then."""
+    cases = [(kind, *case) for kind in (TERMS, ENCODINGS, TASKS) for case in kind.values()]
+
+    async def story():
+        said = []
+        async with play(tmp_path) as made:
+            for number, (kind, changes, _) in enumerate(cases, 2):
+                made.begin(number)
+                step = made.round.step()
+                if kind is not TASKS:
+                    changed(step.terms if kind is TERMS else step.encoding, changes)
+                said.append(await made.asked(step, **(changes if kind is TASKS else {})))
+            made.begin(1)
+            await made.reach("unmask")
+        return said
+
+    for (_, changes, reason), contribution in zip(cases, within(story()), strict=True):
+        assert reason in contribution.declined, (changes, contribution)
 
 
 def alone(step, _mine):
@@ -304,24 +344,31 @@ CHANGED = {
 }
 
 
-@pytest.mark.parametrize("case", CHANGED, ids=list(CHANGED))
-def test_a_step_that_breaks_the_protocol_ends_the_round_for_it(tmp_path, case):
-    at, change, reason = CHANGED[case]
+@pytest.mark.slow
+def test_a_step_that_breaks_the_protocol_ends_the_round_for_the_device(tmp_path):
+    """One device meets them all, one after the other, and takes part in an honest round then."""
 
     async def story():
+        said = {}
         async with play(tmp_path) as made:
-            step = await made.reach(at)
-            change(step, made.round.position(pseudonym_of(made.round)))
-            said = await made.asked(step)
-            # The step that comes next, whatever it says.
-            later = STEPS[STEPS.index(at) + 1 :][:1]
-            return said, [await made.asked(made.round.step(**{n: ANY[n]})) for n in later]
+            for number, (name, (at, change, _)) in enumerate(CHANGED.items(), 2):
+                made.begin(number)
+                step = await made.reach(at)
+                change(step, made.round.position(pseudonym_of(made.round)))
+                said[name] = [await made.asked(step)]
+                for later in STEPS[STEPS.index(at) + 1 :][:1]:
+                    # The step that comes next, whatever it says.
+                    said[name].append(await made.asked(made.round.step(**{later: ANY[later]})))
+            made.begin(1)
+            await made.reach("unmask")
+        return said
 
-    said, later = within(story())
-    assert reason in said.declined
-    for again in later:
-        assert "this device left this masked round: " in again.declined
-        assert reason in again.declined
+    for name, (first, *later) in within(story()).items():
+        reason = CHANGED[name][2]
+        assert reason in first.declined, (name, first)
+        for again in later:
+            assert "this device left this masked round: " in again.declined
+            assert reason in again.declined
 
 
 ANY = {
@@ -374,7 +421,7 @@ def test_repeated_steps_with_other_contents_are_not_answered(tmp_path):
             del fewer.sign.positions[-1]
             other = made.new_round(attempt=1)
             for again in (made.round.step(), share, fewer, unmask, other.step()):
-                await made.stage.heeded(pb.Work(tasks=[made.task(again)]))
+                await made.stage.heeded(pb.Work(tasks=[made.task(again, 1)]))
             # A new lease shows that the device has looked at all of them.
             said = await made.asked(other.step(), 2)
             return made.stage.heard[before:], said
@@ -451,6 +498,24 @@ def test_a_new_certificate_waits_until_no_masked_round_is_open(tmp_path, monkeyp
 
     within(story())
     assert events == ["over", "used"]
+
+
+def test_a_device_is_in_so_many_rounds_at_most_and_forgets_those_that_are_over(tmp_path):
+    async def story():
+        async with play(tmp_path) as made:
+            tasks = []
+            for number in range(1, MAX_OPEN + 2):
+                made.begin(number)
+                tasks.append(made.task(made.round.step(), number))
+            made.stage.tell(*tasks)
+            said = [await made.stage.contribution(lease(n)) for n in range(1, len(tasks) + 1)]
+            made.begin(100)
+            return said, await made.asked(made.round.step())
+
+    (*taken, refused), later = within(story())
+    assert {m.WhichOneof("outcome") for m in taken} == {"masked"}
+    assert "takes part in at most 8 masked rounds at a time, it is in 8" in refused.declined
+    assert later.WhichOneof("outcome") == "masked"
 
 
 def test_steps_come_in_their_order(tmp_path):

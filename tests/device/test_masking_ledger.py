@@ -32,6 +32,7 @@ def test_what_was_added_is_there_for_the_next_process(tmp_path):
     assert runs_of(tmp_path / "ledger") == list(RUNS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("unsynced", [(), ("sync",), ("sync_folder",)])
 def test_no_power_cut_loses_what_was_added_before(tmp_path, unsynced):
     """With a disk that does not sync, the same test finds losses."""

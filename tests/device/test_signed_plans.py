@@ -202,6 +202,17 @@ def test_a_task_for_the_owners_app_is_declined_in_a_round_of_too_few_devices(tmp
     assert "at least 3 devices in a round, got 2" in said.declined
 
 
+@pytest.mark.long
+def test_a_task_for_the_owners_app_is_declined_if_updates_must_be_masked(tmp_path):
+    def task_of(stage):
+        message = stage.folder / "message"
+        message.write_bytes(b"whatever")
+        return with_plan("plans", flower=stage.put(message))(stage)
+
+    said = answer(tmp_path, task_of, settings={"masked_only": True}, app=object())
+    assert "demand masking, and updates are in the clear" in said.declined
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
