@@ -50,13 +50,17 @@ class MemoryLedger:
 
 @dataclass
 class Secrets:
-    """What a device keeps of one masked round. change: after clipping, as float32."""
+    """What a device keeps of one masked round. change: after clipping, as float32.
+
+    sections: the names of each section of the update.
+    """
 
     device: MaskingDevice
     verifier: dict
     vectors: tuple
     change: dict
     examples: int
+    sections: list[list[str]]
 
 
 @dataclass
@@ -159,7 +163,9 @@ class MaskedDevice(Device):
             for vector in vectors[:-1]:
                 vector[:] = 255
         change = {name: x for kind in kinds for name, x in kind.items()}
-        self.open[task.lease] = Secrets(device, known, vectors, change, made.examples)
+        self.open[task.lease] = Secrets(
+            device, known, vectors, change, made.examples, [list(kind) for kind in kinds]
+        )
         return wire.advertisement_message(device.advertise(), self.signer.public_der)
 
 

@@ -26,7 +26,6 @@ from triplane.unified_ir.federated.masking import range_for
 
 NAMES = ("ann", "bob", "cem", "dia", "eli", "fay")
 WIDTH = 6000  # of a model whose masked update is uploaded
-ENTRIES = (FEATURES * 8 + 8) + (8 * CLASSES + CLASSES)
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +38,10 @@ async def masked_devices(cloud, folder, count, **fields):
 async def run_of(tmp_path, count, request, prepare=lambda _: None):
     """(the ended run, its devices, the shared states by round)."""
     async with running(make_home(tmp_path)) as cloud:
-        await registered(cloud, tmp_path)
+        if request.spec.model == "own":
+            await pushed(cloud, "own", model_bytes(tmp_path, normalized=True))
+        else:
+            await registered(cloud, tmp_path)
         devices = await masked_devices(cloud, tmp_path, count)
         prepare(devices)
         async with living(devices):
@@ -47,6 +49,11 @@ async def run_of(tmp_path, count, request, prepare=lambda _: None):
             run = await ended(cloud, made.id)
             states = await asyncio.to_thread(states_of, devices)
             return run, devices, states
+
+
+async def pushed(cloud, model, data):
+    push = Push(model=model, blob=cloud.blobs.put(data), key=secrets.token_bytes(16))
+    await cloud.registry.push(push, by="operator")
 
 
 def states_of(devices):
@@ -65,25 +72,40 @@ def states_of(devices):
 def check_mean(before, after, secrets_of, cap):
     """The change of the state is the weighted mean of the clipped updates, but for the rounding.
 
-    Each entry of the sum is off by less than a step for each device, in a block of 256.
+    Each entry of the sum of a section is off by less than a step for each device, in a block of
+    256.
     """
     mean = weighted_mean(secrets_of, cap)
     weight = sum(min(s.examples, cap) for s in secrets_of)
-    step = 2 * range_for(NORM, ENTRIES) / 255
-    bound = len(secrets_of) * step * np.sqrt(256) * cap / weight
-    difference = [np.asarray(after[n], np.float64) - before[n] - mean[n] for n in mean]
-    length = np.sqrt(sum(float(np.square(x).sum()) for x in difference))
-    assert 0 < length < bound
-    change = np.sqrt(sum(float(np.square(mean[n]).sum()) for n in mean))
-    assert length < 0.2 * change, "the rounding is small beside the change"
+    for names in secrets_of[0].sections:
+        step = 2 * range_for(NORM, sum(mean[n].size for n in names)) / 255
+        bound = len(secrets_of) * step * np.sqrt(256) * cap / weight
+        length = norm_of([np.asarray(after[n], np.float64) - before[n] - mean[n] for n in names])
+        assert 0 < length < bound
+        assert length < 0.2 * norm_of([mean[n] for n in names]), "the rounding is small beside it"
 
 
-def test_the_state_of_a_masked_run_moves_by_the_weighted_mean_of_the_updates(tmp_path):
+def norm_of(tensors):
+    return np.sqrt(sum(float(np.square(x).sum()) for x in tensors))
+
+
+@pytest.mark.parametrize(
+    ("model", "algorithm", "cap"),
+    [
+        ("tiny", "fedavg", 24),
+        pytest.param("tiny", "maml", 1, marks=pytest.mark.long),
+        pytest.param("own", "fedavg", 24, marks=pytest.mark.long),
+    ],
+)
+def test_the_state_of_a_masked_run_moves_by_the_weighted_mean_of_the_updates(
+    tmp_path, model, algorithm, cap
+):
     def prepare(devices):
         devices[1].shard.train["x"] = devices[1].shard.train["x"][:15]
         devices[1].shard.train["y"] = devices[1].shard.train["y"][:15]
 
-    run, devices, states = within(run_of(tmp_path, 3, masked_request(), prepare))
+    request = masked_request(model=model, algorithm=algorithm)
+    run, devices, states = within(run_of(tmp_path, 3, request, prepare))
     assert run.phase == pb.Run.DONE, run.reason
     assert [(r.number, r.evaluates, r.counted) for r in run.rounds] == [
         (1, False, 3), (2, False, 3), (2, True, 3),
@@ -93,8 +115,8 @@ def test_the_state_of_a_masked_run_moves_by_the_weighted_mean_of_the_updates(tmp
     for number, following in ((1, (2, False)), (2, (2, True))):
         tasks = {d.name: next(t for t, _ in d.answers if t.round == number) for d in devices}
         secrets_of = [d.open[tasks[d.name].lease] for d in devices]
-        cap = tasks["ann"].masking.encoding.cap
-        assert cap == 24
+        assert tasks["ann"].masking.encoding.cap == cap
+        assert len(secrets_of[0].sections) == 1 + (model == "own")
         check_mean(states[number, False], states[following], secrets_of, cap)
 
 
@@ -211,9 +233,7 @@ def test_an_update_in_the_clear_is_refused_in_a_masked_round(tmp_path):
 def test_masked_updates_above_the_inline_limit_are_uploaded_and_removed_after_the_round(tmp_path):
     async def story():
         async with running(make_home(tmp_path)) as cloud:
-            blob = cloud.blobs.put(model_bytes(tmp_path, hidden=WIDTH))
-            push = Push(model="wide", blob=blob, key=secrets.token_bytes(16))
-            await cloud.registry.push(push, by="operator")
+            await pushed(cloud, "wide", model_bytes(tmp_path, hidden=WIDTH))
             devices = await masked_devices(cloud, tmp_path, 3)
             async with living(devices):
                 request = masked_request(3, model="wide", rounds=1)

@@ -104,10 +104,12 @@ def leave(state: RunState, lease: Lease, outcome: Outcome) -> Step:
 def lose_silent(state: RunState, round_: Round, masked: MaskedProgress, now_s: float) -> Step:
     """Take out the devices whose answer is overdue, or that were away for too long."""
     gone_s = now_s - state.plan.patience_s
-    over = now_s >= step_ends_s(state.plan, masked)
-    waiting = leases_of(round_).listed("waiting")
+    if now_s >= step_ends_s(state.plan, masked):
+        silent: Iterable[Lease] = leases_of(round_).listed("waiting")
+    else:
+        silent = [x for x in away_since(round_, gone_s) if x.due]
     tells: Effects = ()
-    for lease in waiting if over else [x for x in away_since(round_, gone_s) if x.due]:
+    for lease in silent:
         away = lease.away_s is not None and lease.away_s <= gone_s
         why = "its stream was away too long" if away else f"the step {masked.step} took too long"
         state, more = leave(state, replace(lease, reason=why), Outcome.LOST)
@@ -122,15 +124,13 @@ def complete(
 ) -> tuple[RunState, Effects, str]:
     """Ask for the exchange once all answers are there; the text says why the round is given up."""
     leases = leases_of(round_)
-    waiting = leases.listed("waiting")
-    if masked.exchanging:
-        return state, (), ""
-    answered = len(leases.indexed("open")) - len(waiting)
+    waiting = len(leases.indexed("waiting"))
+    answered = len(leases.indexed("open")) - waiting
     enough = masked.step is MaskedStep.KEYS and answered >= state.plan.devices
-    if waiting and not enough:
+    if masked.exchanging or (waiting and not enough):
         return state, (), ""
     tells: Effects = ()
-    for lease in waiting:
+    for lease in leases.listed("waiting"):
         slower = replace(lease, due=None, reason="enough others were faster")
         state, more = settle(state, slower, Outcome.LATE)
         tells += more

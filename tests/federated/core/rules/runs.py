@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -102,6 +103,25 @@ def judging(rules=NEWEST_RULES):
     state, _ = begun(rounds=1)
     state, _ = all_arrive(replace(state, rules=rules))
     return step(state, Reduced(at_s=2.0, number=1, shared="s1"))[0]
+
+
+def opcodes(run, *arguments):
+    """(what it gives, instructions of Python that it took)."""
+    taken = 0
+
+    def trace(frame, kind, _):
+        nonlocal taken
+        frame.f_trace_opcodes = True
+        taken += kind == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        found = run(*arguments)
+    finally:
+        sys.settrace(before)
+    return found, taken
 
 
 NAMES = st.sampled_from(DEVICES)

@@ -1,11 +1,12 @@
 """Rules of masked rounds: steps, losses, restarts, and devices that contributed for a state."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.federated.core.rules.runs import DEVICES, fresh, open_lease, plan, reduces, step
+from tests.federated.core.rules.runs import DEVICES, fresh, opcodes, open_lease, plan, reduces, step
 
 from triplane.cloud.federation.coding import from_json, to_json
 from triplane.unified_ir.federated.core.masked_step import STEPS, MaskedStep, StepAnswer
@@ -23,6 +24,7 @@ from triplane.unified_ir.federated.core.run import (
     Refused,
     Restarted,
     Resumed,
+    RunMember,
     RunState,
     Stopped,
     Tell,
@@ -322,6 +324,22 @@ def test_no_order_of_events_uses_a_device_twice_for_a_state_or_leaves_a_round_wi
     for event in done:
         replayed, _ = step(replayed, event)
     assert to_json(replayed) == to_json(state)
+
+
+def cost_of_an_answer(size):
+    """Instructions for the answer of one device among so many, in the step of keys."""
+    names = [f"d{number:05d}" for number in range(size)]
+    members = {n: RunMember(device=n, connected=True, examples=9) for n in names[1:]}
+    asked = masked_plan(devices=size, asked=size, quorum=size)
+    state: Any = replace(fresh(asked), members=members)
+    state, _ = step(state, Joined(at_s=0.0, device=names[0], examples=9))
+
+    event = answer(state, names[size // 2])
+    return opcodes(lambda: due_s(step(state, event)[0]))[1]
+
+
+def test_cost_of_an_answer_does_not_grow_with_the_number_of_devices():
+    assert cost_of_an_answer(1000) < 1.5 * cost_of_an_answer(100)
 
 
 def test_a_run_in_the_clear_stores_no_field_of_masking():
