@@ -22,7 +22,12 @@ from triplane.cloud.federation.update_store import (
 from triplane.proto import federation_pb2 as pb
 from triplane.unified_ir.federated.core.files import INLINE_BYTES
 from triplane.unified_ir.federated.core.lease_changes import open_lease
-from triplane.unified_ir.federated.core.masked_round import answer_of, has_taken, is_in_step
+from triplane.unified_ir.federated.core.masked_round import (
+    answer_of,
+    has_taken,
+    is_in_step,
+    is_wanted,
+)
 from triplane.unified_ir.federated.core.masked_step import MaskedStep, StepAnswer
 from triplane.unified_ir.federated.core.run import Event, Masked, RunState
 from triplane.unified_ir.federated.masking.messages import SEALED_BYTES
@@ -83,14 +88,13 @@ def _event(device: str, lease: str, answer: StepAnswer) -> MakeEvent:
         held, round_ = open_lease(state, device), state.round
         if held is None or held.id != lease:
             return late_event(device, lease)(state, at_s)
-        if held.due is answer.step:
+        if is_wanted(state, held, answer):
             return Masked(at_s=at_s, device=device, lease=lease, answer=answer)
-        earlier = answer_of(held, answer.step)
-        if earlier is not None and earlier.blob == answer.blob:
+        if answer in held.answers:
             return None  # it was sent again
         step = round_.masked.step if round_ and round_.masked else "none"
         reason = f"the round is at the step {step}, and this answers {answer.step}"
-        if earlier is not None:
+        if answer_of(held, answer.step) is not None:
             reason = f"a device answers the step {answer.step} once, and this differs from before"
         return _unless_left(refusal_event(device, lease, "masking", reason), device)(state, at_s)
 

@@ -48,6 +48,8 @@ from triplane.unified_ir.federated.core.run import (
 
 REFUSED: Final = "masking"
 """The kind under which refused answers are counted."""
+MAX_KEYS: Final = 4
+"""Times that a device may advertise keys in a round: its process may end and begin again."""
 
 
 def begun(state: RunState, chosen: Iterable[str], now_s: float) -> MaskedProgress | None:
@@ -72,8 +74,8 @@ def is_in_step(lease: Lease, masked: MaskedProgress) -> bool:
 
 
 def answer_of(lease: Lease, step: MaskedStep) -> StepAnswer | None:
-    """Return the answer to a step, taken or not."""
-    return next((x for x in lease.answers if x.step is step), None)
+    """Return the newest answer to a step, taken or not."""
+    return next((x for x in reversed(lease.answers) if x.step is step), None)
 
 
 def has_taken(lease: Lease, step: MaskedStep) -> bool:
@@ -81,12 +83,25 @@ def has_taken(lease: Lease, step: MaskedStep) -> bool:
     return lease.taken is not None and lease.taken.is_at_least(step)
 
 
+def is_wanted(state: RunState, lease: Lease, answer: StepAnswer) -> bool:
+    """Return whether the answer of an open lease is due, or replaces keys that nobody saw yet."""
+    masked = state.round.masked if state.round else None
+    if masked is None or lease.due is answer.step:
+        return masked is not None
+    return (
+        answer.step is masked.step is MaskedStep.KEYS
+        and not masked.exchanging
+        and len(lease.answers) < MAX_KEYS
+        and answer not in lease.answers
+    )
+
+
 def take_answer(state: RunState, event: Masked) -> Step:
-    """Keep an answer that is due; one that is not due changes nothing."""
+    """Keep an answer that is wanted; another one changes nothing."""
     lease = held_lease(state, event)
     if lease is None:
         return unwanted(state, event)
-    if lease.due is not event.answer.step:
+    if not is_wanted(state, lease, event.answer):
         return state, ()
     answers = (*lease.answers, event.answer)
     answered = replace(lease, due=None, answers=answers, bytes_down=event.bytes_down)

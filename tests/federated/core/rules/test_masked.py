@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.federated.core.rules.runs import DEVICES, fresh, opcodes, open_lease, plan, reduces, step
 
 from triplane.cloud.federation.coding import from_json, to_json
+from triplane.unified_ir.federated.core.masked_round import MAX_KEYS, answer_of
 from triplane.unified_ir.federated.core.masked_step import STEPS, MaskedStep, StepAnswer
 from triplane.unified_ir.federated.core.rules import due_s
 from triplane.unified_ir.federated.core.run import (
@@ -221,6 +222,19 @@ def test_refused_answers_leave_the_round_and_are_counted():
     assert state.round.masked.step is SIGNATURES
     state, effects = answered(state, [names[0], *names[2:]])
     assert exchanges(effects) == [[names[0], *names[2:]]]
+
+
+def test_a_device_that_began_again_may_replace_its_keys_until_they_are_exchanged():
+    names = DEVICES[:4]
+    state, _ = answered(begun(), names[:1])
+    for count in range(5):
+        before = state
+        state, _ = step(state, answer(state, names[0], blob=f"again{count}"))
+        assert (state is before) == (count >= MAX_KEYS - 1)
+    state, effects = answered(state, names[1:])
+    ((order),) = [x for x in effects if isinstance(x, Exchange)]
+    assert answer_of(order.leases[0], KEYS).blob == f"again{MAX_KEYS - 2}-ada-keys"
+    assert step(state, answer(state, names[1], blob="late"))[0] is state
 
 
 def test_an_answer_that_is_not_due_changes_nothing():
