@@ -233,7 +233,9 @@ def test_a_device_that_began_again_may_replace_its_keys_until_they_are_exchanged
         assert (state is before) == (count >= MAX_KEYS - 1)
     state, effects = answered(state, names[1:])
     ((order),) = [x for x in effects if isinstance(x, Exchange)]
-    assert answer_of(order.leases[0], KEYS).blob == f"again{MAX_KEYS - 2}-ada-keys"
+    newest = answer_of(order.leases[0], KEYS)
+    assert newest is not None
+    assert newest.blob == f"again{MAX_KEYS - 2}-ada-keys"
     assert step(state, answer(state, names[1], blob="late"))[0] is state
 
 
