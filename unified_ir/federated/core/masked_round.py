@@ -253,9 +253,9 @@ def why_exhausted(state: RunState) -> str:
     if left >= needed:
         return ""
     return (
-        f"a device masks an update for one state only once, and {len(spent)} did for a round that "
-        f"failed; {left} others are left of {needed} needed. Add devices and resume the run, or "
-        "start a new one from a model of this state"
+        f"a device masks an update for one state only once, and {len(spent)} were asked to in "
+        f"rounds without a sum; {left} others are left of {needed} needed. Add devices and resume "
+        "the run, or start a new one"
     )
 
 

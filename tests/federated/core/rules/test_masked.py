@@ -193,7 +193,7 @@ def test_a_failure_spends_those_who_were_asked_for_their_input(what):
         assert (state.phase, state.spent) == (Phase.GATHERING, ())
         return
     assert (state.phase, state.spent) == (Phase.STOPPED, names)
-    assert "only once, and 4 did" in state.reason
+    assert "only once, and 4 were asked to" in state.reason
     assert "Add devices and resume the run, or start a new one" in state.reason
     state, _ = step(state, Resumed(at_s=9.0, reason="go"))
     assert state.phase is Phase.STOPPED, "nobody is new"
