@@ -14,6 +14,7 @@ from tests.cloud.federation.given import (
     make_home,
     model_bytes,
     registered,
+    start_request,
 )
 from tests.cloud.federation.masked import NORM, MaskedDevice, masked_request, weighted_mean
 from tests.support.deadlines import within
@@ -249,3 +250,54 @@ def test_masked_updates_above_the_inline_limit_are_uploaded_and_removed_after_th
     assert all(x.blob.size < 0.5 * 4 * entries for x in sent)
     assert run.rounds[0].bytes_up > 3 * sent[0].blob.size
     assert not [p for p in folder.iterdir() if p.is_file()]
+
+
+@pytest.mark.long
+def test_answers_that_are_sent_again_change_nothing(tmp_path):
+    def prepare(devices):
+        devices[1].repeats = True
+
+    run, _, _ = within(run_of(tmp_path, 3, masked_request(3), prepare))
+    assert run.phase == pb.Run.DONE, run.reason
+    assert not run.refusals.reasons
+    assert all((m.counted, m.dropped) == (3, 0) for m in run.members)
+
+
+@pytest.mark.long
+def test_an_answer_to_a_step_that_is_not_the_present_one_is_refused(tmp_path):
+    def early(device, task, step, sent):
+        if step == "share":
+            sent.masked.signature.CopyFrom(pb.SurvivorSignature(signature=b"s"))
+        return sent
+
+    def prepare(devices):
+        devices[1].twist = early
+
+    request = masked_request(5, lost_share=0.2, rounds=1)
+    run, _, _ = within(run_of(tmp_path, 5, request, prepare))
+    assert run.phase == pb.Run.DONE, run.reason
+    ((refusal),) = run.refusals.reasons
+    assert refusal.newest == "the round is at the step shares, and this answers signatures"
+
+
+@pytest.mark.long
+def test_an_answer_of_a_masked_round_is_refused_in_a_round_in_the_clear(tmp_path):
+    async def story():
+        async with running(make_home(tmp_path)) as cloud:
+            await registered(cloud, tmp_path)
+            devices = await masked_devices(cloud, tmp_path, 2)
+
+            async def answers(device, task):
+                sent = pb.Contribution(run=task.run, round=task.round, lease=task.lease)
+                sent.masked.signature.signature = b"s"
+                await device.client.send(sent)
+
+            devices[0]._worked = lambda task: answers(devices[0], task)
+            async with living(devices):
+                request = start_request(rounds=1, cohort={"devices": 2, "quorum": 0.5})
+                return await ended(cloud, (await cloud.federation.begin(request, by="op")).id)
+
+    run = within(story())
+    assert run.phase == pb.Run.DONE, run.reason
+    assert {r.kind for r in run.refusals.reasons} == {"kind"}
+    assert run.rounds[0].counted == 1
