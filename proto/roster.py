@@ -8,9 +8,7 @@ that no input can be read in two ways. This module checks no signatures.
 
 import base64
 import hashlib
-import itertools
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
@@ -51,7 +49,7 @@ class Roster:
                 f"a roster expires at 1 to {MAX_TIME_S} seconds since 1970, got "
                 f"{shown(self.expires_s)}"
             )
-        check_digests(self.digests)
+        _check_digests(self.digests)
 
     def holds(self, public_key: bytes) -> bool:
         """Return whether the key, SubjectPublicKeyInfo in DER, is of a device in the roster."""
@@ -96,18 +94,17 @@ class Roster:
         return roster
 
 
-def check_digests(digests: Iterable[bytes]) -> None:
-    """Raise InvalidInput unless they are few enough and each is a SHA-256."""
-    count = 0
-    for count, digest in enumerate(itertools.islice(digests, MAX_ROSTER_KEYS + 1), 1):
+def _check_digests(digests: frozenset[bytes]) -> None:
+    if len(digests) > MAX_ROSTER_KEYS:
+        raise InvalidInput(
+            f"a roster has at most {MAX_ROSTER_KEYS} devices, got {len(digests)}; remove those "
+            "that are gone"
+        )
+    for digest in digests:
         if not isinstance(digest, bytes) or len(digest) != DIGEST_BYTES:
             raise InvalidInput(
                 f"a roster lists SHA-256 digests of {DIGEST_BYTES} bytes, got {shown(digest)}"
             )
-    if count > MAX_ROSTER_KEYS:
-        raise InvalidInput(
-            f"a roster has at most {MAX_ROSTER_KEYS} devices; remove those that are gone"
-        )
 
 
 def _unpacked(text: object) -> frozenset[bytes]:

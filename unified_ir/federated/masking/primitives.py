@@ -98,7 +98,8 @@ def roster_verifier(roster: Roster, keys: Mapping[str, bytes]) -> EcdsaVerifier:
         other = names.setdefault(der, device)
         if other != device:
             raise InvalidInput(
-                f"{other[:80]!r} and {device[:80]!r} have the same identity key; a device counts once"
+                f"{other[:80]!r} and {device[:80]!r} have the same identity key, and a device "
+                "counts once"
             )
     return EcdsaVerifier(keys)
 
