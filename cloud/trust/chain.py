@@ -25,6 +25,8 @@ from tuf.api.metadata import Metadata
 from triplane.cloud.trust.roles import LATER, MAX_VERSION, PINNED, T, parse
 from triplane.proto.errors import Corrupt, NotFound
 from triplane.proto.plan_statement import PLAN_ROLES, is_plan
+from triplane.proto.roster import ROSTER_PATH, Roster
+from triplane.proto.signed_fields import PLANS
 from triplane.proto.targets import ROLES, SignedTarget, read_target
 
 MAX_ROTATIONS: Final = 256
@@ -103,6 +105,11 @@ class Chain:
                     plans[signed.statement.digest] = signed
         return plans
 
+    @cached_property
+    def roster(self) -> Roster | None:
+        """The roster of devices that the role `plans` signed, if there is one."""
+        return roster_in(self.targets[PLANS].signed) if self.is_signed(PLANS) else None
+
     def _signed_targets(self, role: str) -> list[SignedTarget]:
         if not self.is_signed(role):
             return []
@@ -112,6 +119,14 @@ class Chain:
     @cached_property
     def _signed_roles(self) -> frozenset[str]:
         return frozenset(role for role, m in self.targets.items() if self.verification(role, m))
+
+
+def roster_in(plans: Targets) -> Roster | None:
+    """Return the roster that a list of the role `plans` has, if any. Corrupt."""
+    entry = plans.targets.get(ROSTER_PATH)
+    if entry is None:
+        return None
+    return read_target(ROSTER_PATH, entry.length, entry.hashes, entry.custom).roster
 
 
 def newest_root(get: Get, trusted: bytes) -> Metadata[Root]:
