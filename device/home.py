@@ -60,6 +60,7 @@ class DeviceSettings:
     least_devices, least_batch, least_steps: smallest rounds that the device takes part in, beyond
     what a plan's signature demands. algorithms: the only ones that it runs, if there are any.
     plans_by_people: run no plan that only the cloud's key has signed, within the policy.
+    roster_required: take part only while a signed roster of devices lists this device.
     """
 
     population: str = "default"
@@ -77,6 +78,7 @@ class DeviceSettings:
     least_steps: int = 1
     algorithms: tuple[str, ...] = ()
     plans_by_people: bool = False
+    roster_required: bool = False
 
     def __post_init__(self) -> None:
         for name in ("x", "y", "algorithms"):
@@ -185,6 +187,7 @@ class DeviceHome(MachineHome[DeviceSettings]):
         self.pending = self.path / "pending"
         self.model = self.personal / "model"
         self.trust = self.path / "trust"
+        self.roster_file = self.trust / "roster.json"
         self.enrolled_file = self.path / "enrolled.json"
         self.session_file = self.path / "session.json"
 

@@ -384,7 +384,7 @@ class InProcessExecutor(TaskRunner):
     ) -> None:
         """Take the way to look plans up; by default it is done in this process."""
         if verify is None:
-            verify = verified_here(home, self._open, by_people=settings.plans_by_people)
+            verify = verified_here(home, self._open, settings)
         super().__init__(home, shard, settings, self._open, verify, app)
         self._identity = home.identity
         self._open_channel: grpc.Channel | None = None

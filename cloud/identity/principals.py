@@ -4,7 +4,6 @@ Every change is a transaction together with its audit entry. Times are seconds s
 """
 
 import asyncio
-import hashlib
 import hmac
 import json
 import secrets
@@ -24,7 +23,7 @@ from triplane.cloud.identity.tables import CERTIFICATES, KEYS, PRINCIPALS, TOKEN
 from triplane.cloud.store import Database
 from triplane.proto.documents import check_labels
 from triplane.proto.errors import Conflict, InvalidInput, NotFound, Unavailable
-from triplane.proto.identity import Token, check_name, mac
+from triplane.proto.identity import Token, check_name, key_digest, mac
 from triplane.proto.messages import value_from
 
 TOKEN_S: Final = 3600.0
@@ -287,14 +286,6 @@ class Principals:
 def serial_of(certificate: x509.Certificate) -> str:
     """Return the serial number in hexadecimal, as in the tables and the log."""
     return f"{certificate.serial_number:x}"
-
-
-def key_digest(certificate: x509.Certificate) -> bytes:
-    """Return the SHA-256 of the certificate's public key."""
-    der = certificate.public_key().public_bytes(
-        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
-    return hashlib.sha256(der).digest()
 
 
 KINDS: Final = {
