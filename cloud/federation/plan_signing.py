@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import random
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +24,12 @@ from triplane.cloud.registry.names import Reference
 from triplane.cloud.trust.repository import MetadataRepository, Submitted, target_file
 from triplane.cloud.trust.signing import (
     MAX_REPEATED,
-    MAX_TRIES,
-    RETRY_S,
     Metadatas,
     Progress,
     Signer,
     SigningResult,
     check_model,
+    until_signed,
 )
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.blobs import BlobFolder
@@ -40,6 +37,7 @@ from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 from triplane.proto.hyperparameters import set_values, values_of
 from triplane.proto.plan_statement import MAX_LEAST, Least, PlanStatement
 from triplane.proto.registry_pb2 import Version
+from triplane.proto.roster import ROSTER_PATH
 from triplane.proto.signed_fields import PLANS
 from triplane.proto.targets import SignedTarget, plan_target, read_target
 from triplane.unified_ir.files.container import Container
@@ -178,27 +176,25 @@ def sign_plan(
     """
     wanted = _made_here(cloud, spec, least, progress, model_digest)
     checked = {wanted.path: target_file(wanted)}
-    for tries_left in reversed(range(MAX_TRIES)):
+
+    def attempt() -> SigningResult:
         signer = Signer(cloud, keys_folder, PLANS)
         base = signer.published()
         if base.get(wanted.path) == checked[wanted.path]:
             pending = cloud.pending(PLANS)
             done = Submitted(True, pending.signatures, pending.threshold, signer.version)
             return SigningResult(done, (wanted,))
-        waiting = signer.waiting({k: v for k, v in base.items() if k != wanted.path})
+        # Also what waits with another roster, so that nobody's signature of it is lost.
+        apart = (wanted.path, ROSTER_PATH)
+        waiting = signer.waiting({k: v for k, v in base.items() if k not in apart})
         others = {} if waiting is None else dict(waiting.signed.targets)
         if waiting is not None and not signer.has_signed(waiting):
-            checked |= _compared(cloud, base, others, checked, progress)
-        try:
-            progress(f"signing {wanted.path}")
-            targets = {**base, **others, wanted.path: checked[wanted.path]}
-            return SigningResult(signer.sign(waiting, targets, now_s), (wanted,))
-        except Conflict:
-            if not tries_left:
-                raise
-            progress("somebody else signed at the same time; signing on top of that")
-            time.sleep(random.uniform(0, RETRY_S))
-    raise AssertionError("the last try returns or raises")
+            checked.update(_compared(cloud, base, others, checked, progress))
+        progress(f"signing {wanted.path}")
+        targets = {**base, **others, wanted.path: checked[wanted.path]}
+        return SigningResult(signer.sign(waiting, targets, now_s), (wanted,))
+
+    return until_signed(attempt, progress)
 
 
 def _compared(
@@ -210,6 +206,11 @@ def _compared(
 ) -> dict[str, TargetFile]:
     """Make the plans that wait again; return their entries, which are those that wait. Corrupt."""
     new = {path: entry for path, entry in waiting.items() if base.get(path) != entry}
+    if waiting.get(ROSTER_PATH) != base.get(ROSTER_PATH):
+        raise Conflict(
+            "a roster of devices waits for signatures of the same role; sign it first, by the "
+            "command that its first signer ran: triplane cloud roster add, remove or renew"
+        )
     if len(new) > MAX_REPEATED:
         raise InvalidInput(f"{len(new)} plans wait; at most {MAX_REPEATED} are signed at once")
     compared: dict[str, TargetFile] = {}

@@ -15,6 +15,7 @@ from tuf.api._payload import (
     MetaFile,
     Root,
     Snapshot,
+    TargetFile,
     Targets,
     Timestamp,
     VerificationResult,
@@ -108,7 +109,7 @@ class Chain:
     @cached_property
     def roster(self) -> Roster | None:
         """The roster of devices that the role `plans` signed, if there is one."""
-        return roster_in(self.targets[PLANS].signed) if self.is_signed(PLANS) else None
+        return roster_in(self.targets[PLANS].signed.targets) if self.is_signed(PLANS) else None
 
     def _signed_targets(self, role: str) -> list[SignedTarget]:
         if not self.is_signed(role):
@@ -121,9 +122,9 @@ class Chain:
         return frozenset(role for role, m in self.targets.items() if self.verification(role, m))
 
 
-def roster_in(plans: Targets) -> Roster | None:
-    """Return the roster that a list of the role `plans` has, if any. Corrupt."""
-    entry = plans.targets.get(ROSTER_PATH)
+def roster_in(plans: Mapping[str, TargetFile]) -> Roster | None:
+    """Return the roster among the entries of the role `plans`, if there is one. Corrupt."""
+    entry = plans.get(ROSTER_PATH)
     if entry is None:
         return None
     return read_target(ROSTER_PATH, entry.length, entry.hashes, entry.custom).roster

@@ -178,7 +178,7 @@ def _check_kept(targets: Targets, chain: Chain) -> None:
 
 def _check_roster(plans: Targets, chain: Chain) -> None:
     """Refuse a roster that devices would refuse, because it is older than the published one."""
-    new, old = roster_in(plans), chain.roster
+    new, old = roster_in(plans.targets), chain.roster
     if new is None:
         return
     # A roster is named after the list that it was first signed in, so that its numbers rise even

@@ -51,6 +51,7 @@ from triplane.proto.plan_statement import (
     PlanStatement,
     is_plan,
 )
+from triplane.proto.roster import Roster
 from triplane.proto.signed_fields import AUTO
 from triplane.proto.targets import (
     POLICY_PATH,
@@ -255,6 +256,11 @@ class MetadataRepository:
     def find_plan(self, digest: str) -> SignedTarget | None:
         """Return the plan of this root digest that people signed, or else the auto key, or None."""
         return self._chain.plans.get(digest)
+
+    def roster(self) -> Roster | None:
+        """Return the roster of devices, if people have signed one that is valid now."""
+        roster = self._chain.roster
+        return None if roster is None or roster.is_expired(self._clock()) else roster
 
     def sign_auto_plan(
         self,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from securesystemslib.signer._crypto_signer import CryptoSigner
 from securesystemslib.signer._key import Key
@@ -42,6 +42,7 @@ TARGETS: Final = "targets"
 MAX_REPEATED: Final = 32
 """Largest number of conversions repeated for one signature, when other bundles wait too."""
 
+T = TypeVar("T")
 Progress = Callable[[str], None]
 
 
@@ -69,6 +70,10 @@ class ReleaseSource(Metadatas, Protocol):
 
     def blob(self, sha256: bytes, size: int | None, /) -> Path:
         """Return a local, verified file of that digest."""
+
+
+class Overtaken(Conflict):
+    """Somebody else signed the same role meanwhile; sign on top of that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +105,8 @@ def sign_release(
     wanted = TargetName(RELEASE, version.model, version.version, target)
     check_model(version, model_digest)
     checked: dict[str, SignedTarget] = {}
-    for tries_left in reversed(range(MAX_TRIES)):
+
+    def attempt() -> SigningResult:
         signer = Signer(cloud, keys_folder, RELEASE)
         base, repeat = signer.published(), {str(wanted): wanted}
         blob = cloud.bundle(f"{version.model}@{version.version}", target).blob
@@ -116,24 +122,28 @@ def sign_release(
         _check_count(repeat)
         missing = [name for path, name in repeat.items() if path not in checked]
         if missing:  # repeating takes minutes: look again at what others signed meanwhile
-            checked |= {str(name): repeat_one(cloud, name, progress) for name in missing}
+            checked.update({str(name): repeat_one(cloud, name, progress) for name in missing})
             signer = Signer(cloud, keys_folder, RELEASE)
             base, waiting = signer.published(), signer.waiting(signer.published())
         targets = [checked[path] for path in repeat]
+        submitted = _sign_with(signer, base, waiting, targets, progress, now_s)
+        return SigningResult(submitted, tuple(targets))
+
+    return until_signed(attempt, progress)
+
+
+def until_signed(attempt: Callable[[], T], progress: Progress) -> T:
+    """Return what `attempt` returns, which is repeated while it raises `Overtaken`."""
+    for tries_left in reversed(range(MAX_TRIES)):
         try:
-            metadata = _sign_with(signer, base, waiting, targets, progress, now_s)
-        except Conflict:
+            return attempt()
+        except Overtaken:
             if not tries_left:
                 raise
             progress("somebody else signed at the same time; signing on top of that")
             # Random, so that two signers who collided do not collide again.
             time.sleep(random.uniform(0, RETRY_S))
-            continue
-        if metadata is not None:
-            return SigningResult(metadata, tuple(targets))
-    raise Conflict(
-        f"{wanted} is not signed: others signed {MAX_TRIES} times meanwhile; run the command again"
-    )
+    raise AssertionError("the last try returns or raises")
 
 
 def check_model(version: Version, expected_digest: bytes) -> None:
@@ -158,13 +168,13 @@ def _sign_with(
     checked: Sequence[SignedTarget],
     progress: Progress,
     now_s: float | None,
-) -> Submitted | None:
-    """Sign what was checked; None if more waits by now and must be repeated first."""
+) -> Submitted:
+    """Sign what was checked. Overtaken: more waits by now and must be repeated first."""
     entries = {target.path: target_file(target) for target in checked}
     others = dict(waiting.signed.targets) if waiting is not None else {}
     known = base.keys() | entries.keys()
     if waiting is not None and not others.keys() <= known and not signer.has_signed(waiting):
-        return None
+        raise Overtaken("others signed more meanwhile; run the command again")
     for path, entry in entries.items():
         # The bundle was replaced after others had signed: one of the two is wrong, so sign neither.
         if path in others and others[path] != entry:
@@ -426,6 +436,7 @@ class Signer:
     ) -> Submitted:
         """Sign what waits, if it lists exactly these targets, or else a new version.
 
+        Overtaken: somebody else signed the role meanwhile.
         delegations: new ones of the role targets; the published ones by default.
         """
         now_s = _or_now(now_s)
@@ -441,7 +452,11 @@ class Signer:
         )
         if waiting is not None and self._is_just(waiting, metadata.signed, now_s):
             metadata = waiting
-        return self._cloud.submit(self._role, add_signatures(metadata, self._keys).to_bytes())
+        data = add_signatures(metadata, self._keys).to_bytes()
+        try:
+            return self._cloud.submit(self._role, data)
+        except Conflict as error:
+            raise Overtaken(str(error)) from error
 
     def _is_just(self, waiting: Metadata[Targets], wanted: Targets, now_s: float) -> bool:
         signed = waiting.signed

@@ -1,0 +1,216 @@
+"""A device keeps the newest roster that people signed, and no other."""
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+from tests.attacks.trust_stage import forge_chain, load, signed_by, stage
+from tests.device.stage import client_at, lease, serving, staged
+from tests.federated.core import plans
+from tests.support.deadlines import within
+
+from triplane.cloud.trust.keys import KeyFolder
+from triplane.cloud.trust.repository import target_file
+from triplane.cloud.trust.rosters import change_roster
+from triplane.cloud.trust.rotating import rotate
+from triplane.device.home import DeviceHome
+from triplane.device.roster import current_roster, keep_roster
+from triplane.proto.errors import Corrupt, NotFound, Unavailable
+from triplane.proto.identity import key_digest
+from triplane.proto.roster import MAX_ROSTER_BYTES, ROSTER_PATH, Roster
+from triplane.proto.targets import roster_target
+
+SHARD = plans.shard(held_out=6)
+ANN, EVE = bytes(32), b"\1" * 32
+
+
+def said_by(folder, before, *, required=True):
+    """What a device says of an honest task. before: gets the stage and the digest of its key."""
+
+    async def story():
+        async with staged(folder / "stage") as stage:
+            client = client_at(stage, folder / "ann", SHARD)
+            home = DeviceHome(folder / "ann")
+            if required:
+                home.save_settings(replace(client.settings, roster_required=True))
+                client = client_at(stage, folder / "ann", SHARD)
+            before(stage, key_digest(home.identity.certificate))
+            async with serving(client):
+                await stage.offer()
+                stage.tell(stage.task())
+                return await stage.contribution(lease(1))
+
+    return within(story())
+
+
+def learns(said):
+    return said.WhichOneof("outcome") == "update"
+
+
+def test_a_device_of_the_roster_takes_part_and_knows_the_others(tmp_path):
+    said = said_by(tmp_path, lambda stage, digest: stage.signer.enlist(digest, EVE))
+    assert learns(said), said.declined
+    roster = current_roster(DeviceHome(tmp_path / "ann"), time.time())
+    assert len(roster.digests) == 2
+    certificate = DeviceHome(tmp_path / "ann").identity.certificate
+    assert key_digest(certificate) in roster.digests
+
+
+def test_a_device_outside_of_the_roster_says_so(tmp_path):
+    said = said_by(tmp_path, lambda stage, _: stage.signer.enlist(EVE))
+    assert "is not in the roster 2 of 1 devices" in said.declined
+    assert "triplane cloud roster add ann --keys DIR" in said.declined
+
+
+def test_a_run_without_a_roster_is_declined_where_its_owner_demands_one(tmp_path):
+    said = said_by(tmp_path, lambda *_: None)
+    assert "this device has no roster of devices" in said.declined
+    assert "plans/roster.json is not listed by the role plans" in said.declined
+
+
+def test_other_devices_take_part_without_a_roster(tmp_path):
+    assert learns(said_by(tmp_path, lambda *_: None, required=False))
+    with pytest.raises(NotFound, match="is not listed by the role plans"):
+        current_roster(DeviceHome(tmp_path / "ann"), time.time())
+
+
+def test_an_expired_roster_is_declined(tmp_path):
+    said = said_by(tmp_path, lambda stage, digest: stage.signer.enlist(digest, valid_s=0))
+    assert "roster 2 expired" in said.declined
+    assert "triplane cloud roster renew" in said.declined
+
+
+# Below, a thief holds the online keys of the cloud, and the link.
+
+
+@pytest.fixture
+def cloud(tmp_path):
+    return stage(tmp_path / "cloud")
+
+
+@pytest.fixture
+def home(tmp_path):
+    made = DeviceHome(tmp_path / "ann")
+    made.make()
+    return made
+
+
+def enlisted(cloud, *digests, **options):
+    return change_roster(
+        cloud.repository,
+        lambda _: frozenset(digests),
+        cloud.offline,
+        now_s=cloud.clock(),
+        **options,
+    ).roster
+
+
+def kept(cloud, home):
+    """The roster of the device after it looked for one."""
+    trust = cloud.node("device")
+    freshness = trust.refresh()
+    assert freshness.is_fresh, freshness.refusals
+    keep_roster(home, trust)
+    return current_roster(home, cloud.clock())
+
+
+def test_an_older_roster_is_refused_even_where_metadata_has_forgotten_its_version(cloud, home):
+    """New keys of snapshot and timestamp, which the thief has as well, begin to count anew."""
+    old = enlisted(cloud, ANN, EVE)
+    plans_before = load(cloud, "plans")
+    new = enlisted(cloud, ANN)
+    assert kept(cloud, home) == new
+    for role in ("snapshot", "timestamp"):
+        _, key = KeyFolder(cloud.online).make_next(role)
+        rotate(cloud.repository, role, [key.public_key], cloud.offline, now_s=cloud.clock())
+        (cloud.online / f"{role}-2.pem").replace(cloud.online / f"{role}.pem")
+    forge_chain(cloud, plans=plans_before)
+    with pytest.raises(NotFound, match="roster 2 is older than roster 3") as refused:
+        kept(cloud, home)
+    assert old.version == 2
+    assert "somebody shows it an old list" in str(refused.value)
+    cloud.forged.clear()
+
+
+def test_a_withdrawn_roster_counts_no_longer_and_its_number_is_kept(cloud, home):
+    enlisted(cloud, ANN)
+    kept(cloud, home)
+    made = cloud.next_targets("plans")
+    made.signed.targets = {}
+    cloud.repository.submit("plans", signed_by(cloud.offline, made, "plans").to_bytes())
+    with pytest.raises(NotFound, match="is not listed by the role plans"):
+        kept(cloud, home)
+    assert json.loads(home.roster_file.read_bytes())["version"] == 2
+
+
+def test_another_roster_of_the_same_number_is_refused(cloud, home):
+    enlisted(cloud, ANN)
+    kept(cloud, home)
+    forged = cloud.next_targets("plans")
+    forged.signed.targets[ROSTER_PATH] = target_file(
+        roster_target(Roster(2, int(cloud.clock()) + 9, frozenset({EVE})))
+    )
+    forge_chain(cloud, plans=signed_by(cloud.offline, forged, "plans"))
+    with pytest.raises(NotFound, match="roster 2 lists other devices than when"):
+        kept(cloud, home)
+
+
+@pytest.mark.parametrize("key", ["auto", "snapshot"])
+def test_a_roster_that_a_key_of_the_cloud_signed_is_refused(cloud, home, key):
+    forged = cloud.next_targets("plans")
+    forged.signed.targets[ROSTER_PATH] = target_file(roster_target(Roster(2, 1 << 31, {EVE})))
+    forge_chain(cloud, plans=signed_by(cloud.online, forged, key))
+    with pytest.raises(NotFound, match=r"no roster of devices: .*plans.* signature"):
+        kept(cloud, home)
+
+
+def test_the_role_auto_cannot_list_a_roster(cloud, home):
+    forged = cloud.next_targets("auto")
+    forged.signed.targets[ROSTER_PATH] = target_file(roster_target(Roster(2, 1 << 31, {EVE})))
+    forge_chain(cloud, auto=signed_by(cloud.online, forged, "auto"))
+    with pytest.raises(NotFound, match="is not listed by the role plans"):
+        kept(cloud, home)
+
+
+def test_a_roster_that_is_too_large_is_refused(cloud, home):
+    """Signed by the right key, as by a signer with another program."""
+    forged = cloud.next_targets("plans")
+    entry = target_file(roster_target(Roster(2, 1 << 31, frozenset({EVE}))))
+    text = entry.unrecognized_fields["custom"]["text"].replace("}", " " * MAX_ROSTER_BYTES + "}")
+    entry = type(entry).from_data(ROSTER_PATH, text.encode(), ["sha256"])
+    entry.unrecognized_fields["custom"] = {"text": text}
+    forged.signed.targets[ROSTER_PATH] = entry
+    forge_chain(cloud, plans=signed_by(cloud.offline, forged, "plans"))
+    with pytest.raises(NotFound, match="at most 20000 devices in"):
+        kept(cloud, home)
+
+
+def test_a_roster_expires_on_the_device_without_the_cloud(cloud, home):
+    enlisted(cloud, ANN, valid_s=60)
+    assert kept(cloud, home).digests == {ANN}
+    with pytest.raises(NotFound, match="has expired"):
+        current_roster(home, cloud.clock() + 60)
+
+
+def test_a_failed_link_changes_nothing(cloud, home):
+    roster = enlisted(cloud, ANN)
+    kept(cloud, home)
+
+    class Away:
+        def roster(self):
+            raise Unavailable("no link")
+
+    with pytest.raises(Unavailable, match="no link"):
+        keep_roster(home, Away())
+    assert current_roster(home, cloud.clock()) == roster
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"{", b"{}", b'{"version": 1, "text": "x"}'])
+def test_a_damaged_file_is_named_and_no_roster_is_taken(cloud, home, data):
+    home.roster_file.write_bytes(data)
+    with pytest.raises(Corrupt, match=r"roster\.json cannot be read.*remove it"):
+        current_roster(home, 0.0)
+    enlisted(cloud, ANN)
+    with pytest.raises(Corrupt, match=r"roster\.json cannot be read"):
+        kept(cloud, home)
