@@ -154,10 +154,15 @@ def _is_form(name: str, value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class DeviceIdentity:
-    """The facts of a certificate that a device needs. renew_at_s: seconds since 1970."""
+    """The facts of a certificate that a device needs.
+
+    renew_at_s: seconds since 1970. key: SHA-256 of the public key in hexadecimal, by which a roster
+    lists the device.
+    """
 
     name: str
     renew_at_s: float
+    key: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,15 +210,17 @@ class DeviceHome(MachineHome[DeviceSettings]):
         """The stored facts of the certificate, so that the device's process need not parse it."""
         try:
             parsed = json.loads(self.enrolled_file.read_bytes()[:MAX_NOTE_BYTES])
-            return DeviceIdentity(str(parsed["name"]), float(parsed["renew_at_s"]))
+            name, key = str(parsed["name"]), str(parsed["key"])
+            return DeviceIdentity(name, float(parsed["renew_at_s"]), key)
         except (OSError, ValueError, TypeError, KeyError):
             return self.note_certificate()
 
     def note_certificate(self) -> DeviceIdentity:
         """Read the certificate, and store and return the facts that a device needs."""
-        from triplane.proto.identity import renewal_due_s
+        from triplane.proto.identity import key_digest, renewal_due_s
 
-        device = DeviceIdentity(self.identity.name, renewal_due_s(self.identity))
+        key = key_digest(self.identity.certificate).hex()
+        device = DeviceIdentity(self.identity.name, renewal_due_s(self.identity), key)
         write_atomic(self.enrolled_file, json.dumps(asdict(device)).encode())
         return device
 

@@ -268,4 +268,5 @@ class Federation:
             down=sum(self._documents.bytes_down(live).values()) if live else 0,
             waits=self.live.waits(record.id),
             waiting=self.devices.waiting() if live and not live.is_over else {},
+            roster=self._signatures.roster_version() if self._signatures else 0,
         )

@@ -107,6 +107,11 @@ class PlanSignatures:
     def __init__(self, repository: MetadataRepository, blobs: BlobFolder) -> None:
         self._repository, self._blobs = repository, blobs
 
+    def roster_version(self) -> int:
+        """Return the version of the roster of devices that is valid now; 0 if there is none."""
+        roster = self._repository.roster()
+        return roster.version if roster else 0
+
     def lacking(
         self, run: str, spec: pb.Spec, prepared: Prepared, model_digest: bytes, used: set[str]
     ) -> str:

@@ -42,7 +42,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """A name with its role; times of its newest certificate, 0 before enrolment."""
+    """A name with its role; times of its newest certificate, 0 before enrolment.
+
+    key_sha256: of its public key; empty for certificates of early releases.
+    """
 
     name: str
     role: PrincipalRole
@@ -50,6 +53,7 @@ class Principal:
     enrolled_s: float
     expires_s: float
     revoked: bool
+    key_sha256: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,16 +363,17 @@ _NEWEST: Final = (
 )
 
 
-def _query() -> sa.Select[tuple[str, str, float, bool, str, float]]:
+def _query() -> sa.Select[tuple[str, str, float, bool, str, float, bytes | None]]:
     """Select principals with their newest certificate."""
     return (
-        sa.select(PRINCIPALS, CERTIFICATES.c.serial, CERTIFICATES.c.expires_s)
+        sa.select(PRINCIPALS, CERTIFICATES.c.serial, CERTIFICATES.c.expires_s, KEYS.c.sha256)
         .join(_NEWEST, _NEWEST.c.name == PRINCIPALS.c.name)
         .join(
             CERTIFICATES,
             (CERTIFICATES.c.name == PRINCIPALS.c.name)
             & (CERTIFICATES.c.issued_s == _NEWEST.c.issued_s),
         )
+        .outerjoin(KEYS, KEYS.c.serial == CERTIFICATES.c.serial)
         .order_by(PRINCIPALS.c.name, CERTIFICATES.c.serial)
     )
 
@@ -378,5 +383,6 @@ def _principal(connection: sa.Connection, name: str) -> Principal | None:
     return None if row is None else _read(row)
 
 
-def _read(row: sa.Row[tuple[str, str, float, bool, str, float]]) -> Principal:
-    return value_from(Principal, row, role=PrincipalRole(row.role))
+def _read(row: sa.Row[tuple[str, str, float, bool, str, float, bytes | None]]) -> Principal:
+    key = bytes(row.sha256 or b"")
+    return value_from(Principal, row, role=PrincipalRole(row.role), key_sha256=key)

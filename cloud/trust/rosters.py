@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from triplane.cloud.trust.chain import roster_in
+from triplane.cloud.trust.chain import newest_root, read, roster_in
 from triplane.cloud.trust.repository import target_file
 from triplane.cloud.trust.roles import DAY_S
 from triplane.cloud.trust.signing import (
@@ -41,6 +41,11 @@ class SignedRoster:
     before: Roster | None
     roster: Roster
     signing: SigningResult
+
+
+def published_roster(cloud: Metadatas, root: bytes) -> Roster | None:
+    """Return the published roster, verified from a trusted root; None if there is none. Corrupt."""
+    return read(cloud.get, newest_root(cloud.get, root)).roster
 
 
 def change_roster(
