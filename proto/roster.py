@@ -63,7 +63,8 @@ class Roster:
     def summary(self) -> str:
         """One line for people."""
         ends = datetime.fromtimestamp(self.expires_s, UTC)
-        return f"roster {self.version} of {len(self.digests)} devices, valid until {ends:%Y-%m-%d}"
+        devices = "1 device" if len(self.digests) == 1 else f"{len(self.digests)} devices"
+        return f"roster {self.version} of {devices}, valid until {ends:%Y-%m-%d}"
 
     def text(self) -> str:
         """Return the roster as JSON, the only text of it."""

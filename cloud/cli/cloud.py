@@ -22,7 +22,6 @@ from triplane.cloud.cli.roster import command as roster_command
 from triplane.proto.logs import quiet_grpc
 from triplane.unified_ir.cli.shell import SECRET, json_option, open_output
 
-
 if TYPE_CHECKING:
     from triplane.proto.identity_pb2 import CreateTokenRequest, CreateTokenResponse, Principal
 

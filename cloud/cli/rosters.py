@@ -38,11 +38,11 @@ def describe_roster(cloud: Calls, keys: Path | None) -> tuple[dict[str, Any], st
         for name, digest in sorted(names.items())
     ]
     record = _record(roster) | {"enrolled": devices, "unknown": [d.hex() for d in unknown]}
-    head = f"{roster.summary}" if roster else "no roster; sign one: triplane cloud roster add"
+    head = roster.summary if roster else "no roster; sign one: triplane cloud roster add"
     rows = [(shown(d["name"]), d["key"], "yes" if d["listed"] else "no") for d in devices]
     lines = [head, table(("DEVICE", "KEY", "LISTED"), rows)] if rows else [head]
     if unknown:
-        lines.append(f"{len(unknown)} listed keys are of no enrolled device")
+        lines.append(f"listed keys of no enrolled device: {len(unknown)}")
     return record, "\n".join(lines)
 
 
@@ -77,7 +77,7 @@ def remove_devices(
         unlisted = sorted(wanted - before)
         if unlisted:
             raise NotFound(
-                f"the roster of {len(before)} devices does not list {unlisted[0].hex()}"
+                f"the roster does not list {unlisted[0].hex()}"
                 f"{_owner(names, unlisted[0])}; triplane cloud roster show lists it"
             )
         return before - wanted - (before - set(enrolled.values()) if gone else frozenset())
@@ -159,7 +159,9 @@ def _sign(
         cloud.output.note("\n".join(_change_lines(changes)))
         record: dict[str, Any] = {"added": changes["+"], "removed": changes["-"]}
         if dry_run:
-            return record | {"signed": False}, f"nothing is signed: {len(after)} devices then"
+            return record | {
+                "signed": False
+            }, f"nothing is signed; the roster would have {len(after)} devices"
 
         def as_shown(now: Digests) -> Digests:
             if now != before:
@@ -196,7 +198,7 @@ def _change_lines(changes: Mapping[str, Sequence[Mapping[str, str]]]) -> list[st
     if len(lines) > MOST_LINES:
         lines = [*lines[:MOST_LINES], f"... and {len(lines) - MOST_LINES} more (--json: all)"]
     added, removed = (len(changes[sign]) for sign in "+-")
-    return [*lines, f"{added} devices are added, {removed} are removed"]
+    return [*lines, f"devices added: {added}, removed: {removed}"]
 
 
 def _owner(names: Mapping[str, bytes], digest: bytes) -> str:

@@ -59,7 +59,7 @@ def test_a_device_of_the_roster_takes_part_and_knows_the_others(tmp_path):
 
 def test_a_device_outside_of_the_roster_says_so(tmp_path):
     said = said_by(tmp_path, lambda stage, _: stage.signer.enlist(EVE))
-    assert "is not in the roster 2 of 1 devices" in said.declined
+    assert "is not in the roster 2 of 1 device," in said.declined
     assert "triplane cloud roster add ann --keys DIR" in said.declined
 
 
