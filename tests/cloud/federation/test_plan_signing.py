@@ -7,13 +7,15 @@ import pytest
 from tests.cloud.federation import given
 from tests.support.deadlines import within
 
+from triplane.cloud.cli.runs import headline
 from triplane.cloud.federation.plan_signing import least_of, sign_plan
 from triplane.cloud.home import initialize
 from triplane.cloud.registry import encoding
 from triplane.cloud.server import running
+from triplane.cloud.trust.rosters import change_roster
 from triplane.cloud.trust.signing import sign_plan_policy
 from triplane.proto import federation_pb2 as pb
-from triplane.proto.errors import Corrupt, NotFound
+from triplane.proto.errors import Conflict, Corrupt, NotFound
 from triplane.proto.plan_statement import Least, PlanPolicy, PlanRule
 
 ALL = PlanRule(("*",), ("*",))
@@ -149,6 +151,41 @@ def test_a_signer_refuses_a_plan_of_another_model_file_than_the_reviewed_one(tmp
             await signed(cloud, run_id, tmp_path, model_digest=bytes(32))
 
     story_of(tmp_path, story)
+
+
+@pytest.mark.slow
+def test_a_run_says_first_whether_a_roster_protects_from_invented_devices(tmp_path):
+    async def story(cloud, run_id):
+        text = "no roster: nothing protects from a cloud that invents devices"
+        run = await until(cloud, run_id, waits)
+        assert (run.roster, text in headline(run)) == (0, True)
+        done = await asyncio.to_thread(
+            change_roster, Source(cloud), lambda _: frozenset({bytes(32)}), tmp_path / "keys"
+        )
+        run = await cloud.federation.run(run_id)
+        assert (run.roster, text in headline(run)) == (done.roster.version, False)
+
+    story_of(tmp_path, story)
+
+
+@pytest.mark.long
+def test_a_plan_is_not_signed_beside_a_roster_that_nobody_checked_here(tmp_path):
+    async def story(cloud, run_id):
+        await until(cloud, run_id, waits)
+        folders = [tmp_path / "alex" / "keys", tmp_path / "kim" / "keys"]
+        for n, folder in enumerate(folders, 1):
+            folder.mkdir(parents=True)
+            for file in (f"plans-{n}.pem", "root.json"):
+                (folder / file).write_bytes((tmp_path / "keys" / file).read_bytes())
+        await asyncio.to_thread(
+            change_roster, Source(cloud), lambda _: frozenset({bytes(32)}), folders[0]
+        )
+        with pytest.raises(Conflict, match="a roster of devices waits for signatures"):
+            await signed(cloud, run_id, tmp_path / "kim")
+        both = await signed(cloud, run_id, tmp_path / "alex")  # who has checked the roster
+        assert not both.submitted.published
+
+    story_of(tmp_path, story, keys={"plans": 2}, thresholds={"plans": 2})
 
 
 @pytest.mark.long
