@@ -102,7 +102,7 @@ def _check_digests(digests: frozenset[bytes]) -> None:
             "that are gone"
         )
     for digest in digests:
-        if not isinstance(digest, bytes) or len(digest) != DIGEST_BYTES:
+        if len(digest) != DIGEST_BYTES:
             raise InvalidInput(
                 f"a roster lists SHA-256 digests of {DIGEST_BYTES} bytes, got {shown(digest)}"
             )

@@ -113,7 +113,7 @@ def _due(remote: Remote) -> list[str]:
 
 def _renew_past(remote: Remote, role: str, keys: Path, past: int) -> Submitted:
     """Sign the role again, until its version is above `past`."""
-    submitted = _renew(remote, role, keys)
+    submitted = _renew(remote, role, keys, past)
     if past - submitted.version > MAX_OVERTAKEN:
         raise InvalidInput(
             f"{role} is at version {submitted.version}, and {past} is more than {MAX_OVERTAKEN} "
@@ -121,13 +121,14 @@ def _renew_past(remote: Remote, role: str, keys: Path, past: int) -> Submitted:
         )
     # Version numbers grow by one per signature, as the cloud refuses to skip any.
     while submitted.published and submitted.version <= past:
-        submitted = _renew(remote, role, keys)
+        submitted = _renew(remote, role, keys, past)
     return submitted
 
 
-def _renew(remote: Remote, role: str, keys: Path) -> Submitted:
-    signed = replace_keys(remote, {}, keys) if role == "root" else renew(remote, role, keys)
-    return signed.submitted
+def _renew(remote: Remote, role: str, keys: Path, past: int) -> Submitted:
+    if role == "root":
+        return replace_keys(remote, {}, keys, past=past).submitted
+    return renew(remote, role, keys, past=past).submitted
 
 
 def _signatures_text(submitted: Submitted) -> str:

@@ -29,7 +29,7 @@ If the role plans needs several signatures, each signer runs this command with t
 DEVICES: Final = click.argument("devices", nargs=-1, metavar="[NAME|DIGEST]...")
 
 
-def _changing(verb: Callable[..., Answer]) -> Callable[..., Answer]:
+def _changing(verb: Callable[..., None]) -> Callable[..., None]:
     """Add the options of the verbs that sign a roster."""
     valid = click.option(
         "--valid", "valid_s", type=DURATION, default="365d", show_default=True, metavar="DURATION",

@@ -33,13 +33,13 @@ def describe_roster(cloud: Calls, keys: Path | None) -> tuple[dict[str, Any], st
     names = _devices(cloud)
     listed = roster.digests if roster else frozenset[bytes]()
     unknown = sorted(listed - set(names.values()))
-    devices = [
-        {"name": name, "key": digest.hex(), "listed": digest in listed}
-        for name, digest in sorted(names.items())
-    ]
-    record = _record(roster) | {"enrolled": devices, "unknown": [d.hex() for d in unknown]}
+    devices = [(name, digest.hex(), digest in listed) for name, digest in sorted(names.items())]
+    record = _record(roster) | {
+        "enrolled": [{"name": name, "key": key, "listed": is_in} for name, key, is_in in devices],
+        "unknown": [digest.hex() for digest in unknown],
+    }
     head = roster.summary if roster else "no roster; sign one: triplane cloud roster add"
-    rows = [(shown(d["name"]), d["key"], "yes" if d["listed"] else "no") for d in devices]
+    rows = [(name, key, "yes" if is_in else "no") for name, key, is_in in devices]
     lines = [head, table(("DEVICE", "KEY", "LISTED"), rows)] if rows else [head]
     if unknown:
         lines.append(f"listed keys of no enrolled device: {len(unknown)}")

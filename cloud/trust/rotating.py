@@ -18,7 +18,7 @@ from securesystemslib.signer._key import Key
 from tuf.api._payload import DelegatedRole, Delegations, Root, TargetFile, Targets
 from tuf.api.metadata import Metadata
 
-from triplane.cloud.trust.chain import Chain, newest_root, read, verify
+from triplane.cloud.trust.chain import Chain, verify
 from triplane.cloud.trust.repository import Submitted
 from triplane.cloud.trust.roles import ROLES, TOP, parse
 from triplane.cloud.trust.signing import (
@@ -26,7 +26,7 @@ from triplane.cloud.trust.signing import (
     Signer,
     SigningResult,
     replace_keys,
-    trusted_root,
+    verified_chain,
 )
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 from triplane.proto.signed_fields import PLANS, RELEASE
@@ -76,7 +76,7 @@ def rotate(
             "be dropped: rotate targets without --stolen, check what was carried over, then rotate "
             "the others too if the thief may have named keys for them"
         )
-    chain = read(cloud.get, newest_root(cloud.get, trusted_root(keys_folder)))
+    chain = verified_chain(cloud, role, keys_folder)
     before = chain.delegator(role).get_delegated_role(role) if chain.is_named(role) else None
     usual = 1 if before is None else min(before.threshold, len(keys))
     need = usual if threshold is None else threshold

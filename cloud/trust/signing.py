@@ -29,6 +29,7 @@ from triplane.cloud.trust.keys import KeyFolder, add_signatures
 from triplane.cloud.trust.repeating import checked_target
 from triplane.cloud.trust.repository import Pending, Submitted, target_file
 from triplane.cloud.trust.roles import ROLES, expiry, parse
+from triplane.cloud.trust.seen_versions import SeenVersions
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 from triplane.proto.plan_statement import PLAN_POLICY_PATH, PlanPolicy
 from triplane.proto.registry_pb2 import Bundle, Version
@@ -257,14 +258,15 @@ def _sign_plan_policy(signer: "Signer", policy: PlanPolicy, now_s: float | None)
 
 
 def renew(
-    cloud: Metadatas, role: str, keys_folder: Path, *, now_s: float | None = None
+    cloud: Metadatas, role: str, keys_folder: Path, *, past: int = 0, now_s: float | None = None
 ) -> SigningResult:
     """Sign the list of `targets` or `release` again: it expires a year after its last signature.
 
-    Signing something new has the same effect. Conflict: the role's keys were replaced, and the
-    present ones did not sign what it lists.
+    Signing something new has the same effect. past: sign also if the list is older than what the
+    folder has seen, up to this version. Conflict: the role's keys were replaced, and the present
+    ones did not sign what it lists.
     """
-    signer = Signer(cloud, keys_folder, role)
+    signer = Signer(cloud, keys_folder, role, past=past)
     base = signer.published()
     if not base and signer.version > 1:
         raise Conflict(f"nothing that {role} lists is signed by its present keys; sign it again")
@@ -277,16 +279,20 @@ def replace_keys(
     keys_folder: Path,
     *,
     thresholds: Mapping[str, int] | None = None,
+    past: int = 0,
     now_s: float | None = None,
 ) -> SigningResult:
     """Sign a root with other keys for some roles; what the old keys signed is no longer valid.
 
     replaced: public keys by top-level role; if empty, the root is only renewed. thresholds: those
-    that change. New snapshot and timestamp keys must already be in the cloud's key folder. A new
-    root key must be in `keys_folder` beside the old one: both sign. If the same root waits for
-    signatures, it gets this one.
+    that change. past: see `renew`. New snapshot and timestamp keys must already be in the cloud's
+    key folder. A new root key must be in `keys_folder` beside the old one: both sign. If the same
+    root waits for signatures, it gets this one.
     """
-    root = newest_root(cloud.get, trusted_root(keys_folder)).signed
+    trusted = trusted_root(keys_folder)
+    seen = SeenVersions(keys_folder, trusted)
+    root = newest_root(cloud.get, trusted).signed
+    seen.require({"root": root.version}, {"root": past})
     again = Metadata[Root].from_bytes(Metadata(root).to_bytes()).signed
     for role, keys in replaced.items():
         if role not in again.roles:
@@ -301,7 +307,10 @@ def replace_keys(
     keyids = dict.fromkeys([*root.roles["root"].keyids, *again.roles["root"].keyids])
     metadata = _waiting_root(cloud, again) or Metadata(again)
     add_signatures(metadata, KeyFolder(keys_folder).of(list(keyids), "root"))
-    return SigningResult(cloud.submit("root", metadata.to_bytes()))
+    submitted = cloud.submit("root", metadata.to_bytes())
+    if submitted.published:
+        seen.note({"root": again.version})
+    return SigningResult(submitted)
 
 
 def _waiting_root(cloud: Metadatas, wanted: Root) -> Metadata[Root] | None:
@@ -327,16 +336,24 @@ def trusted_root(keys_folder: Path) -> bytes:
         ) from error
 
 
-def _chain(cloud: Metadatas, keys_folder: Path) -> Chain:
-    """Return the cloud's metadata, verified from the root beside the keys."""
+def verified_chain(cloud: Metadatas, role: str, keys_folder: Path, *, past: int = 0) -> Chain:
+    """Return the cloud's metadata, verified from the root beside the keys.
+
+    Corrupt: it does not follow from that root; or the role, or one that decides about its keys, is
+    older than the folder has seen. past: see `renew`.
+    """
     trusted = trusted_root(keys_folder)
+    seen = SeenVersions(keys_folder, trusted)
     try:
-        return read(cloud.get, newest_root(cloud.get, trusted))
+        chain = read(cloud.get, newest_root(cloud.get, trusted))
     except Corrupt as error:
         raise Corrupt(
             f"the cloud's metadata does not follow from {keys_folder / TRUSTED_ROOT}: these are "
             f"the keys of another cloud, or somebody else controls this one ({error})"
         ) from error
+    # In this order, so that after a backup each role can be renewed once those above it are.
+    seen.require({name: chain.version(name) for name in ("root", TARGETS, role)}, {role: past})
+    return chain
 
 
 def repeat_one(cloud: ReleaseSource, name: TargetName, progress: Progress) -> SignedTarget:
@@ -367,11 +384,14 @@ def _files(cloud: ReleaseSource, version: Version) -> Files:
 
 
 class Signer:
-    """The keys of one role. chain: the published metadata, verified from their owner's root."""
+    """The keys of one role. chain: the published metadata, verified from their owner's root.
 
-    def __init__(self, cloud: Metadatas, keys_folder: Path, role: str) -> None:
-        self._cloud, self._role = cloud, role
-        self.chain = _chain(cloud, keys_folder)
+    past: see `renew`.
+    """
+
+    def __init__(self, cloud: Metadatas, keys_folder: Path, role: str, *, past: int = 0) -> None:
+        self._cloud, self._role, self._folder = cloud, role, keys_folder
+        self.chain = verified_chain(cloud, role, keys_folder, past=past)
         # Without this, an intruder could present a targets role that names keys of his own.
         if role != "targets" and not self.chain.is_signed("targets"):
             raise Corrupt("the published targets are not signed by keys of the newest root")
@@ -454,9 +474,13 @@ class Signer:
             metadata = waiting
         data = add_signatures(metadata, self._keys).to_bytes()
         try:
-            return self._cloud.submit(self._role, data)
+            submitted = self._cloud.submit(self._role, data)
         except Conflict as error:
             raise Overtaken(str(error)) from error
+        if submitted.published:
+            seen = SeenVersions(self._folder, trusted_root(self._folder))
+            seen.note({self._role: metadata.signed.version})
+        return submitted
 
     def _is_just(self, waiting: Metadata[Targets], wanted: Targets, now_s: float) -> bool:
         signed = waiting.signed

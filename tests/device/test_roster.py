@@ -19,6 +19,7 @@ from triplane.device.roster import current_roster, keep_roster
 from triplane.proto.errors import Corrupt, NotFound, Unavailable
 from triplane.proto.identity import key_digest
 from triplane.proto.roster import MAX_ROSTER_BYTES, ROSTER_PATH, Roster
+from triplane.proto.signed.trust import Trust
 from triplane.proto.targets import roster_target
 
 SHARD = plans.shard(held_out=6)
@@ -159,7 +160,9 @@ def test_another_roster_of_the_same_number_is_refused(cloud, home):
 @pytest.mark.parametrize("key", ["auto", "snapshot"])
 def test_a_roster_that_a_key_of_the_cloud_signed_is_refused(cloud, home, key):
     forged = cloud.next_targets("plans")
-    forged.signed.targets[ROSTER_PATH] = target_file(roster_target(Roster(2, 1 << 31, {EVE})))
+    forged.signed.targets[ROSTER_PATH] = target_file(
+        roster_target(Roster(2, 1 << 31, frozenset({EVE})))
+    )
     forge_chain(cloud, plans=signed_by(cloud.online, forged, key))
     with pytest.raises(NotFound, match=r"no roster of devices: .*plans.* signature"):
         kept(cloud, home)
@@ -167,7 +170,9 @@ def test_a_roster_that_a_key_of_the_cloud_signed_is_refused(cloud, home, key):
 
 def test_the_role_auto_cannot_list_a_roster(cloud, home):
     forged = cloud.next_targets("auto")
-    forged.signed.targets[ROSTER_PATH] = target_file(roster_target(Roster(2, 1 << 31, {EVE})))
+    forged.signed.targets[ROSTER_PATH] = target_file(
+        roster_target(Roster(2, 1 << 31, frozenset({EVE})))
+    )
     forge_chain(cloud, auto=signed_by(cloud.online, forged, "auto"))
     with pytest.raises(NotFound, match="is not listed by the role plans"):
         kept(cloud, home)
@@ -197,12 +202,12 @@ def test_a_failed_link_changes_nothing(cloud, home):
     roster = enlisted(cloud, ANN)
     kept(cloud, home)
 
-    class Away:
-        def roster(self):
-            raise Unavailable("no link")
+    def away(_):
+        raise Unavailable("no link")
 
-    with pytest.raises(Unavailable, match="no link"):
-        keep_roster(home, Away())
+    trust = Trust(cloud.path / "device", away, cloud.clock)
+    with pytest.raises(Unavailable, match="refresh first"):
+        keep_roster(home, trust)
     assert current_roster(home, cloud.clock()) == roster
 
 
