@@ -15,8 +15,8 @@ from triplane.cloud.trust.chain import Chain, newest_root, read
 from triplane.cloud.trust.initial import TRUSTED_ROOT
 from triplane.cloud.trust.keys import KeyFolder, read_public
 from triplane.cloud.trust.repository import MAX_OVERTAKEN, Submitted
-from triplane.cloud.trust.roles import DAY_S, ROLES, TOP
-from triplane.cloud.trust.rotating import LISTING, Lists, rotate
+from triplane.cloud.trust.roles import DAY_S, ROLES, TOP, Lists
+from triplane.cloud.trust.rotating import LISTING, rotate
 from triplane.cloud.trust.signing import renew, replace_keys, trusted_root
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.proto.identity import check_name

@@ -28,7 +28,7 @@ from triplane.cloud.trust.initial import TRUSTED_ROOT, plan_policy_file, policy_
 from triplane.cloud.trust.keys import KeyFolder, add_signatures
 from triplane.cloud.trust.repeating import checked_target
 from triplane.cloud.trust.repository import Pending, Submitted, target_file
-from triplane.cloud.trust.roles import ROLES, expiry, parse
+from triplane.cloud.trust.roles import ROLES, Lists, expiry, parse
 from triplane.cloud.trust.seen_versions import SeenVersions
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 from triplane.proto.plan_statement import PLAN_POLICY_PATH, PlanPolicy
@@ -56,8 +56,8 @@ class Metadatas(Protocol):
     def pending(self, role: str, /) -> Pending:
         """Return the version that the next signer adds a signature to."""
 
-    def submit(self, role: str, data: bytes, /) -> Submitted:
-        """Submit a version with this signer's signatures."""
+    def submit(self, role: str, data: bytes, auto: Lists = Lists.CARRIED, /) -> Submitted:
+        """Submit a version with this signer's signatures. auto: see `MetadataRepository`."""
 
 
 class ReleaseSource(Metadatas, Protocol):
@@ -453,11 +453,13 @@ class Signer:
         now_s: float | None = None,
         *,
         delegations: Delegations | None = None,
+        auto: Lists = Lists.CARRIED,
     ) -> Submitted:
         """Sign what waits, if it lists exactly these targets, or else a new version.
 
         Overtaken: somebody else signed the role meanwhile.
-        delegations: new ones of the role targets; the published ones by default.
+        delegations: new ones of the role targets; the published ones by default. auto: see
+        `MetadataRepository.submit`.
         """
         now_s = _or_now(now_s)
         if self._role == "targets" and delegations is None:
@@ -474,7 +476,7 @@ class Signer:
             metadata = waiting
         data = add_signatures(metadata, self._keys).to_bytes()
         try:
-            submitted = self._cloud.submit(self._role, data)
+            submitted = self._cloud.submit(self._role, data, auto)
         except Conflict as error:
             raise Overtaken(str(error)) from error
         if submitted.published:

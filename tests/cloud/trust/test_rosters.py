@@ -8,8 +8,9 @@ from tests.attacks.trust_stage import stage
 
 from triplane.cloud.trust.keys import KeyFolder
 from triplane.cloud.trust.repository import target_file
+from triplane.cloud.trust.roles import Lists
 from triplane.cloud.trust.rosters import ROSTER_S, change_roster
-from triplane.cloud.trust.rotating import Lists, rotate
+from triplane.cloud.trust.rotating import rotate
 from triplane.cloud.trust.signing import Overtaken, Signer
 from triplane.proto.errors import Conflict, InvalidInput, NotFound
 from triplane.proto.plan_statement import Least, PlanStatement

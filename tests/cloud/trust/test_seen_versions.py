@@ -34,9 +34,9 @@ class OlderCloud:
         self.get, self.pending = repository.get, repository.pending
         self._submit = repository.submit
 
-    def submit(self, role, data):
+    def submit(self, role, data, *auto):
         self.submitted.append((role, data))
-        return self._submit(role, data)
+        return self._submit(role, data, *auto)
 
 
 def sign(cloud, targets, where=None):
@@ -114,7 +114,9 @@ def test_one_folder_serves_several_clouds(cloud, tmp_path):
         sign(cloud, [bundle_entry(PATH)])
     other = stage(tmp_path / "other")
     (other.offline / SEEN_FILE).write_bytes((cloud.offline / SEEN_FILE).read_bytes())
-    assert renew(other.repository, "release", other.offline, now_s=other.clock()).submitted
+    assert renew(
+        other.repository, "release", other.offline, now_s=other.clock()
+    ).submitted.published
 
 
 def test_a_folder_that_cannot_be_written_signs_nothing(cloud, monkeypatch):
