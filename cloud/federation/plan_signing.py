@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
@@ -35,7 +35,7 @@ from triplane.proto import federation_pb2 as pb
 from triplane.proto.blobs import BlobFolder
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 from triplane.proto.hyperparameters import set_values, values_of
-from triplane.proto.plan_statement import MAX_LEAST, Least, PlanStatement
+from triplane.proto.plan_statement import MAX_LEAST, Least, PlanStatement, is_plan
 from triplane.proto.registry_pb2 import Version
 from triplane.proto.roster import ROSTER_PATH
 from triplane.proto.signed_fields import PLANS
@@ -202,6 +202,51 @@ def sign_plan(
     return until_signed(attempt, progress)
 
 
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """The outcome of withdrawing signatures. plans: what was signed about them."""
+
+    submitted: Submitted
+    plans: tuple[PlanStatement, ...]
+
+
+def unsign_plans(
+    cloud: Metadatas,
+    chosen: Callable[[PlanStatement], bool],
+    keys_folder: Path,
+    *,
+    progress: Progress = lambda _: None,
+    now_s: float | None = None,
+) -> Withdrawn:
+    """Sign the list of `plans` without the plans that `chosen` accepts.
+
+    NotFound: there is none among the published ones. Conflict: other plans or a roster wait for
+    signatures. It does not concern plans that the cloud's key has signed within the policy.
+    """
+
+    def attempt() -> Withdrawn:
+        signer = Signer(cloud, keys_folder, PLANS)
+        base = signer.published()
+        plans = {path: _statement(path, entry) for path, entry in base.items() if is_plan(path)}
+        gone = {path: statement for path, statement in plans.items() if chosen(statement)}
+        if not gone:
+            listed = ", ".join(f"{s.digest[:12]} of {s.model}@{s.version}" for s in plans.values())
+            raise NotFound(f"no such plan is signed by people (signed: {listed[:500] or 'none'})")
+        waiting = signer.waiting({})
+        if waiting is not None and any(
+            base.get(path) != entry for path, entry in waiting.signed.targets.items()
+        ):
+            raise Conflict("plans or a roster wait for signatures of this role; sign them first")
+        kept = {path: entry for path, entry in base.items() if path not in gone}
+        return Withdrawn(signer.sign(waiting, kept, now_s), tuple(gone.values()))
+
+    return until_signed(attempt, progress)
+
+
+def _statement(path: str, entry: TargetFile) -> PlanStatement:
+    return read_target(path, entry.length, entry.hashes, entry.custom).statement
+
+
 def _compared(
     cloud: PlanSource,
     base: Mapping[str, TargetFile],
@@ -222,7 +267,7 @@ def _compared(
     for path, entry in new.items():
         ours = checked.get(path)
         if ours is None:
-            statement = read_target(path, entry.length, entry.hashes, entry.custom).statement
+            statement = _statement(path, entry)
             spec = pb.Spec(
                 model=f"{statement.model}@{statement.version}", algorithm=statement.algorithm
             )

@@ -28,12 +28,12 @@ from triplane.cloud.trust.initial import TRUSTED_ROOT, plan_policy_file, policy_
 from triplane.cloud.trust.keys import KeyFolder, add_signatures
 from triplane.cloud.trust.repeating import checked_target
 from triplane.cloud.trust.repository import Pending, Submitted, target_file
-from triplane.cloud.trust.roles import ROLES, Lists, expiry, parse
+from triplane.cloud.trust.roles import MAX_METADATA_BYTES, ROLES, Lists, expiry, parse
 from triplane.cloud.trust.seen_versions import SeenVersions
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 from triplane.proto.plan_statement import PLAN_POLICY_PATH, PlanPolicy
 from triplane.proto.registry_pb2 import Bundle, Version
-from triplane.proto.signed_fields import RELEASE
+from triplane.proto.signed_fields import PLANS, RELEASE
 from triplane.proto.targets import POLICY_PATH, Policy, SignedTarget, TargetName, read_target
 
 MAX_TRIES: Final = 20
@@ -42,6 +42,11 @@ RETRY_S: Final = 1.0
 TARGETS: Final = "targets"
 MAX_REPEATED: Final = 32
 """Largest number of conversions repeated for one signature, when other bundles wait too."""
+
+FULL: Final = {
+    PLANS: "; withdraw plans that no run needs: triplane federate unsign RUN|DIGEST --keys DIR"
+}
+"""What to do if the list of a role is full."""
 
 T = TypeVar("T")
 Progress = Callable[[str], None]
@@ -475,6 +480,11 @@ class Signer:
         if waiting is not None and self._is_just(waiting, metadata.signed, now_s):
             metadata = waiting
         data = add_signatures(metadata, self._keys).to_bytes()
+        if len(data) > MAX_METADATA_BYTES:
+            raise InvalidInput(
+                f"the list of {self._role} would have {len(data)} bytes with this, and has at most "
+                f"{MAX_METADATA_BYTES}{FULL.get(self._role, '')}"
+            )
         try:
             submitted = self._cloud.submit(self._role, data, auto)
         except Conflict as error:
