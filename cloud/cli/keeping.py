@@ -27,10 +27,9 @@ RENEWED: Final = ("targets", "release", "plans", "root")
 
 
 def expiries_of(remote: Remote) -> dict[str, float]:
-    """Return when each role's published metadata expires, as the cloud reports it."""
+    """Return when what is published expires, as the cloud reports it; see `Chain.expiries`."""
     # Starts from the cloud's own root: good enough to display dates, never to sign.
-    chain = read(remote.get, newest_root(remote.get, remote.get(TRUSTED_ROOT)))
-    return {role: m.signed.expires.timestamp() for role, m in chain.roles.items()}
+    return read(remote.get, newest_root(remote.get, remote.get(TRUSTED_ROOT))).expiries
 
 
 def describe_roles(cloud: Calls, folder: Path | None) -> tuple[dict[str, Any], str]:

@@ -31,6 +31,8 @@ from triplane.proto.signed_fields import PLANS
 from triplane.proto.targets import ROLES, SignedTarget, read_target
 
 MAX_ROTATIONS: Final = 256
+ROSTER: Final = "roster"
+"""What expires beside the roles."""
 
 Get = Callable[[str], bytes]
 """Returns a metadata file by name; raises NotFound if there is none."""
@@ -63,6 +65,12 @@ class Chain:
             "snapshot": self.snapshot,
             **self.targets,
         }
+
+    @property
+    def expiries(self) -> dict[str, float]:
+        """When the metadata of each role, and the roster, expire, in seconds since 1970."""
+        ends = {role: m.signed.expires.timestamp() for role, m in self.roles.items()}
+        return ends | ({ROSTER: float(self.roster.expires_s)} if self.roster else {})
 
     def is_named(self, role: str) -> bool:
         """Return whether the metadata names the keys of a role."""

@@ -166,8 +166,8 @@ class MetadataRepository:
             return {name for file in files for name in golden_sets(file.read_bytes())}
 
     def expiries(self) -> dict[str, float]:
-        """Return when each role's published metadata expires, in seconds since 1970."""
-        return {role: m.signed.expires.timestamp() for role, m in self._chain.roles.items()}
+        """Return when what is published expires; see `Chain.expiries`."""
+        return self._chain.expiries
 
     def versions(self) -> dict[str, int]:
         """Return the published version of each role except the root."""

@@ -93,7 +93,9 @@ def test_plans_and_the_roster_stay_when_the_other_is_signed(cloud):
 
 
 def test_a_roster_that_has_expired_is_none(cloud):
+    assert "roster" not in cloud.repository.expiries()
     changed(cloud, adding(ANN), valid_s=60)
+    assert cloud.repository.expiries()["roster"] == cloud.clock() + 60
     cloud.clock.now_s += 60
     assert cloud.repository.roster() is None
 
