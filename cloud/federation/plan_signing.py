@@ -203,7 +203,7 @@ def sign_plan(
 
 
 @dataclass(frozen=True, slots=True)
-class Withdrawn:
+class WithdrawnPlans:
     """The outcome of withdrawing signatures. plans: what was signed about them."""
 
     submitted: Submitted
@@ -217,14 +217,14 @@ def unsign_plans(
     *,
     progress: Progress = lambda _: None,
     now_s: float | None = None,
-) -> Withdrawn:
+) -> WithdrawnPlans:
     """Sign the list of `plans` without the plans that `chosen` accepts.
 
     NotFound: there is none among the published ones. Conflict: other plans or a roster wait for
     signatures. It does not concern plans that the cloud's key has signed within the policy.
     """
 
-    def attempt() -> Withdrawn:
+    def attempt() -> WithdrawnPlans:
         signer = Signer(cloud, keys_folder, PLANS)
         base = signer.published()
         plans = {path: _statement(path, entry) for path, entry in base.items() if is_plan(path)}
@@ -238,7 +238,7 @@ def unsign_plans(
         ):
             raise Conflict("plans or a roster wait for signatures of this role; sign them first")
         kept = {path: entry for path, entry in base.items() if path not in gone}
-        return Withdrawn(signer.sign(waiting, kept, now_s), tuple(gone.values()))
+        return WithdrawnPlans(signer.sign(waiting, kept, now_s), tuple(gone.values()))
 
     return until_signed(attempt, progress)
 
