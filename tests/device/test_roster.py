@@ -1,11 +1,14 @@
 """A device keeps the newest roster that people signed, and no other."""
 
+import asyncio
 import json
 import time
 from dataclasses import replace
 
 import pytest
 from tests.attacks.trust_stage import forge_chain, load, signed_by, stage
+from tests.cloud.federation import given
+from tests.device.devices import cloud_of, process_of, started
 from tests.device.stage import client_at, lease, serving, staged
 from tests.federated.core import plans
 from tests.support.deadlines import within
@@ -16,6 +19,7 @@ from triplane.cloud.trust.rosters import change_roster
 from triplane.cloud.trust.rotating import rotate
 from triplane.device.home import DeviceHome
 from triplane.device.roster import current_roster, keep_roster
+from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import Corrupt, NotFound, Unavailable
 from triplane.proto.identity import key_digest
 from triplane.proto.roster import MAX_ROSTER_BYTES, ROSTER_PATH, Roster
@@ -80,6 +84,48 @@ def test_an_expired_roster_is_declined(tmp_path):
     said = said_by(tmp_path, lambda stage, digest: stage.signer.enlist(digest, valid_s=0))
     assert "roster 2 expired" in said.declined
     assert "triplane cloud roster renew" in said.declined
+
+
+@pytest.mark.long
+def test_a_device_process_waits_for_the_roster_that_its_owner_demands(tmp_path):
+    """It verifies in a process of its own, and its own reads what was kept."""
+
+    async def story():
+        async with cloud_of(tmp_path) as cloud:
+            process = await process_of(cloud, tmp_path, "ann", 0)
+            home = DeviceHome(process.home)
+            home.save_settings(replace(home.settings, roster_required=True))
+            with started(process):
+                request = given.start_request(cohort={"devices": 1})
+                run = await cloud.federation.begin(request, by="operator")
+                reason = await reason_of(cloud, run.id)
+                await cloud.federation.halt(run.id, reason="", by="operator")
+                digest = bytes.fromhex(home.enrolled.key)
+                await asyncio.to_thread(
+                    change_roster,
+                    cloud.repository,
+                    lambda _: frozenset({digest}),
+                    tmp_path / "keys",
+                )
+                request = given.start_request(cohort={"devices": 1})
+                run = await cloud.federation.begin(request, by="operator")
+                return reason, await given.ended(cloud, run.id), current_roster(home, time.time())
+
+    reason, run, roster = within(story())
+    assert "this device has no roster of devices" in reason
+    assert (run.phase, run.reason) == (pb.Run.DONE, "")
+    assert len(roster.digests) == 1
+
+
+async def reason_of(cloud, run_id):
+    """Why the one device of a run declined."""
+    while True:
+        moved = cloud.federation.moved
+        run = await cloud.federation.run(run_id)
+        why = [text for member in run.members for text in (member.reason, str(member.why))]
+        if any("roster" in text for text in why):
+            return " ".join(why)
+        await moved.wait()
 
 
 # Below, a thief holds the online keys of the cloud, and the link.
