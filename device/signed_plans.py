@@ -163,15 +163,19 @@ def verified_here(
 
 
 def _require_listed(home: DeviceHome, now_s: float) -> None:
-    """Raise NotFound unless there is a roster, with this device in it."""
+    """Raise NotFound unless there is a roster, with this device in it. Corrupt: it is refused."""
     from triplane.proto.identity import key_digest
 
     roster, digest = current_roster(home, now_s), key_digest(home.identity.certificate)
-    if digest not in roster.digests:
+    if roster is None or digest not in roster.digests:
+        fact = (
+            f"the key {digest.hex()} of this device is not in the {roster.summary}"
+            if roster
+            else "nobody has signed one"
+        )
         raise NotFound(
-            f"its owner demands a roster (roster_required in device.json), and the key "
-            f"{digest.hex()} of this device is not in the {roster.summary}; a signer adds it: "
-            f"triplane cloud roster add {home.enrolled.name} --keys DIR"
+            f"its owner demands a roster of devices (roster_required in device.json), and {fact}; "
+            f"a signer adds the device: triplane cloud roster add {home.enrolled.name} --keys DIR"
         )
 
 

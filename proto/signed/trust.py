@@ -244,12 +244,17 @@ class Trust:
             raise AttemptRefused("policy", f"the policy for plans forbids {target.path}: {reason}")
         return target
 
-    def roster(self) -> Roster:
-        """Return the roster of devices, as people signed it.
+    def roster(self) -> Roster | None:
+        """Return the roster of devices, as people signed it; None if they signed none.
 
-        AttemptRefused: they signed none, or it has expired.
+        AttemptRefused: it has expired, or the list that would have it cannot be verified.
         """
-        roster = self.target(ROSTER_PATH).roster
+        try:
+            roster = self.target(ROSTER_PATH).roster
+        except AttemptRefused as refusal:
+            if refusal.kind == "unknown-target":
+                return None
+            raise
         if roster.is_expired(self.now_s):
             raise AttemptRefused(
                 "freeze",
