@@ -94,7 +94,7 @@ def remove(cloud: Calls, **options: Any) -> Answer:
 @_changing
 @calls_cloud
 def renew(cloud: Calls, **options: Any) -> Answer:
-    """Sign the roster again, with the same devices, before it expires."""
+    """Sign the same roster again before it expires."""
     from triplane.cloud.cli.rosters import renew_roster
 
     return renew_roster(cloud, **options)

@@ -57,6 +57,7 @@ def test_a_device_of_the_roster_takes_part_and_knows_the_others(tmp_path):
     said = said_by(tmp_path, lambda stage, digest: stage.signer.enlist(digest, EVE))
     assert learns(said), said.declined
     roster = current_roster(DeviceHome(tmp_path / "ann"), time.time())
+    assert roster is not None
     assert len(roster.digests) == 2
     certificate = DeviceHome(tmp_path / "ann").identity.certificate
     assert key_digest(certificate) in roster.digests
