@@ -4,6 +4,7 @@ identity/      key and certificate          plans/     plans and states by SHA-2
 personal/      what never leaves            pending/   updates that were not settled yet
 trust/         signed metadata              lock       held by the one process that uses it
 device.json    settings
+masking.ledger what it signed in masked rounds
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from typing import Any, BinaryIO, Final
 from triplane.proto.disk import OS_DISK, AppendFile, lock_file, write_atomic
 from triplane.proto.errors import Conflict, InvalidInput, Unavailable
 from triplane.proto.machine_home import MachineHome
-from triplane.proto.plan_statement import Least
+from triplane.proto.plan_statement import Least, LeastMasking
 from triplane.unified_ir.federated.core.defaults import HELD_OUT
 
 DEFAULT_HOME: Final = "~/.triplane/device"
@@ -61,6 +62,8 @@ class DeviceSettings:
     what a plan's signature demands. algorithms: the only ones that it runs, if there are any.
     plans_by_people: run no plan that only the cloud's key has signed, within the policy.
     roster_required: take part only while a signed roster of devices lists this device.
+    masked_only: send no update in the clear. least_colluding_share, most_failure: the weakest
+    masking that the device takes part in, see `LeastMasking`.
     """
 
     population: str = "default"
@@ -79,6 +82,9 @@ class DeviceSettings:
     algorithms: tuple[str, ...] = ()
     plans_by_people: bool = False
     roster_required: bool = False
+    masked_only: bool = False
+    least_colluding_share: float = 0.0
+    most_failure: float = 1e-6
 
     def __post_init__(self) -> None:
         for name in ("x", "y", "algorithms"):
@@ -103,7 +109,7 @@ class DeviceSettings:
                 "max_memory_bytes and max_cpu_s are positive, or 0 for no limit, got "
                 f"{self.max_memory_bytes} and {self.max_cpu_s}"
             )
-        _ = self.least  # raises InvalidInput
+        _ = self.least, self.least_masking  # raise InvalidInput
         if not (math.isfinite(self.held_out) and 0 <= self.held_out < 1):
             raise InvalidInput(f"held_out must be a share in [0, 1), got {self.held_out}")
 
@@ -111,6 +117,11 @@ class DeviceSettings:
     def least(self) -> Least:
         """The smallest round that the device takes part in."""
         return Least(self.least_devices, self.least_batch, self.least_steps)
+
+    @property
+    def least_masking(self) -> LeastMasking:
+        """The weakest masking that the device takes part in."""
+        return LeastMasking(self.least_colluding_share, self.most_failure)
 
     def but(
         self,
@@ -195,6 +206,7 @@ class DeviceHome(MachineHome[DeviceSettings]):
         self.roster_file = self.trust / "roster.json"
         self.enrolled_file = self.path / "enrolled.json"
         self.session_file = self.path / "session.json"
+        self.masking_ledger = self.path / "masking.ledger"
 
     def make(self) -> None:
         """Make the folders; only this user may enter."""

@@ -26,7 +26,7 @@ from triplane.proto.errors import (
     TriplaneError,
     Unavailable,
 )
-from triplane.proto.plan_statement import MAX_LEAST, Least, PlanStatement
+from triplane.proto.plan_statement import MAX_LEAST, Least, LeastMasking, PlanStatement
 from triplane.proto.targets import SignedTarget, read_target
 from triplane.unified_ir.federated.core.learn import Shard, episode_sizes, shared, takes_episodes
 from triplane.unified_ir.files.container import Container
@@ -106,6 +106,7 @@ class SignedPlans:
             )
         if task.kind != "learn":
             return  # a score leaves the device, and no tensor
+        self._check_masking(statement, task)
         self._check_size(statement, _size_of(plan, task, shard))
 
     def check_message(self, statement: PlanStatement, task: Task) -> None:
@@ -113,8 +114,23 @@ class SignedPlans:
 
         The app decides about batches, steps and what it sends.
         """
+        self._check_masking(statement, task)
         size = Least(devices=max(1, task.cohort), batch=MAX_LEAST, steps=MAX_LEAST)
         self._check_size(statement, size)
+
+    def _check_masking(self, statement: PlanStatement, task: Task) -> None:
+        """Raise Conflict if an update would be hidden less than the signature or owner demands."""
+        owner = self._settings.least_masking
+        signed = statement.masking
+        demanded = owner if signed is None else owner.stricter(signed)
+        if not task.step and signed is None and not self._settings.masked_only:
+            return
+        lacking = demanded.lacking(_masking_of(task))
+        if lacking:
+            raise Conflict(
+                f"the plan's signature and the settings in device.json (masked_only, "
+                f"least_colluding_share, most_failure) demand {lacking}"
+            )
 
     def _check_size(self, statement: PlanStatement, size: Least) -> None:
         least = statement.least.stricter(self._settings.least)
@@ -132,7 +148,15 @@ def _size_of(plan: Plan, task: Task, shard: Shard) -> Least:
     # gradient of a batch of one.
     of_step = episode_sizes(work, samples) if takes_episodes(plan) else (work.batch_size, samples)
     batch = max(1, min(*of_step, MAX_LEAST))
-    return Least(devices=max(1, task.cohort), batch=batch, steps=work.steps)
+    # Masking guarantees its own least cohort; `cohort` is the cloud's word.
+    devices = task.document.masking.terms.least if task.step else task.cohort
+    return Least(devices=max(1, min(devices, MAX_LEAST)), batch=batch, steps=work.steps)
+
+
+def _masking_of(task: Task) -> LeastMasking | None:
+    """Return what the masking of a task holds, or None without masking. InvalidInput."""
+    terms = task.document.masking.terms
+    return LeastMasking(terms.colluding_share, terms.failure) if task.step else None
 
 
 def verified_here(

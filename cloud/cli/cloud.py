@@ -382,6 +382,11 @@ def policy_remove(cloud: Calls, *, model: str, keys: Path) -> Answer:
 @least_option("devices", "Fewest updates of which a round computes the next state.", 2)
 @least_option("batch", "Fewest samples in a step of a device.", 2)
 @least_option("steps", "Fewest steps of a device in a round.", 1)
+@click.option(
+    "--masked", type=float, metavar="SHARE",
+    help="Updates leave a device only in masked rounds, which hold while at most this share of "
+    "their devices colludes with the cloud, such as 0 or 0.1.  [default: also in the clear]",
+)  # fmt: skip
 @keys_option()
 @calls_cloud
 def policy_set_plans(cloud: Calls, **options: Any) -> Answer:

@@ -230,16 +230,20 @@ def _spec(
 
 
 def _start(cloud: Calls, *, spec: Spec, detach: bool) -> Answer:
-    from triplane.cloud.cli.runs import headline, watchable
+    from triplane.cloud.cli.runs import headline, masking_lines, watchable
     from triplane.cloud.cli.watching import watch_to_end
     from triplane.proto.federation_pb2 import StartRequest
 
     request = StartRequest(spec=spec, key=new_key())
     # One key for all attempts, so a repeated call never starts a second run.
     run = repeated(lambda: cloud.federation.Start(request))
+    masking = masking_lines(run)
     if not detach:
+        if masking and not cloud.output.as_json:
+            click.echo("\n".join(masking))
         return watch_to_end(watchable(cloud, run.id), run, as_json=cloud.output.as_json)
-    return run, f"{headline(run)}\nWatch it: triplane federate watch {run.id}"
+    lines = [*masking, headline(run), f"Watch it: triplane federate watch {run.id}"]
+    return run, "\n".join(lines)
 
 
 @command.command("ls", epilog=example("federate ls"))

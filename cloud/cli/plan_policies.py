@@ -20,7 +20,13 @@ from triplane.cloud.trust.signing import SigningResult, change_plan_policy
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.proto.federation_pb2 import GetRunRequest, Spec
 from triplane.proto.hyperparameters import values_of
-from triplane.proto.plan_statement import Least, PlanPolicy, PlanRule, PlanStatement
+from triplane.proto.plan_statement import (
+    Least,
+    LeastMasking,
+    PlanPolicy,
+    PlanRule,
+    PlanStatement,
+)
 from triplane.proto.signed_fields import is_hex_digest
 from triplane.unified_ir.files.container import Container
 
@@ -40,14 +46,7 @@ def stored_plan_policy(remote: Remote) -> PlanPolicy:
 
 def plan_policy_record(policy: PlanPolicy) -> dict[str, Any]:
     """Return the rules for scripts."""
-    return {
-        model: {
-            "algorithms": list(rule.algorithms),
-            "tensors": list(rule.tensors),
-            **rule.least.fields(),
-        }
-        for model, rule in sorted(policy.models.items())
-    }
+    return {model: rule.fields() for model, rule in sorted(policy.models.items())}
 
 
 def plan_policy_rows(policy: PlanPolicy) -> list[tuple[str, ...]]:
@@ -56,7 +55,7 @@ def plan_policy_rows(policy: PlanPolicy) -> list[tuple[str, ...]]:
         (
             model,
             ", ".join(rule.algorithms),
-            rule.least.text,
+            rule.conditions,
             _some(rule.tensors),
         )
         for model, rule in sorted(policy.models.items())
@@ -64,7 +63,7 @@ def plan_policy_rows(policy: PlanPolicy) -> list[tuple[str, ...]]:
 
 
 def _bounds_text(rule: PlanRule) -> str:
-    return f"algorithms {', '.join(rule.algorithms)}, at least {rule.least.text}"
+    return f"algorithms {', '.join(rule.algorithms)}, at least {rule.conditions}"
 
 
 def _some(names: Sequence[str]) -> str:
@@ -78,6 +77,7 @@ def allow_plans(
     model: str,
     algorithms: tuple[str, ...],
     tensors: tuple[str, ...],
+    masked: float | None,
     keys: Path,
     **least: int,
 ) -> tuple[dict[str, Any], str]:
@@ -87,7 +87,8 @@ def allow_plans(
         left_out: list[str] = []
         if not tensors:
             tensors, left_out = _parameters(remote, model)
-        rule = PlanRule(algorithms or ("*",), tensors, Least.of_fields(least))
+        masking = None if masked is None else LeastMasking(masked)
+        rule = PlanRule(algorithms or ("*",), tensors, Least.of_fields(least), masking)
         replaced: list[PlanRule] = []
 
         def change(before: PlanPolicy) -> PlanPolicy:
@@ -209,7 +210,7 @@ def sign_run(
     lines = [
         f"{target.path}: {statement.algorithm} of {spec.model}, of model {statement.model_digest}",
         f"tensors that may leave a device: {_some(statement.tensors)}",
-        f"in rounds of at least {statement.least.text}",
+        f"in rounds of at least {statement.conditions}",
     ]
     if submitted.published:
         lines.append("signed and published; devices run it")

@@ -19,7 +19,7 @@ from tuf.api._payload import TargetFile
 
 from triplane.cloud.federation.children import Children
 from triplane.cloud.federation.journal import Prepared
-from triplane.cloud.federation.spec import least_updates
+from triplane.cloud.federation.spec import fewest_updates
 from triplane.cloud.registry.names import Reference
 from triplane.cloud.trust.repository import MetadataRepository, Submitted, target_file
 from triplane.cloud.trust.signing import (
@@ -35,7 +35,13 @@ from triplane.proto import federation_pb2 as pb
 from triplane.proto.blobs import BlobFolder
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 from triplane.proto.hyperparameters import set_values, values_of
-from triplane.proto.plan_statement import MAX_LEAST, Least, PlanStatement, is_plan
+from triplane.proto.plan_statement import (
+    MAX_LEAST,
+    Least,
+    LeastMasking,
+    PlanStatement,
+    is_plan,
+)
 from triplane.proto.registry_pb2 import Version
 from triplane.proto.roster import ROSTER_PATH
 from triplane.proto.signed_fields import PLANS
@@ -60,10 +66,18 @@ def least_of(spec: pb.Spec) -> Least:
     """Return the smallest round that a run has; its batches may be smaller on small devices."""
     sampling = spec.sampling
     return Least(
-        devices=least_updates(spec.cohort.devices, spec.cohort.quorum),
+        devices=fewest_updates(spec),
         batch=min(SAFE_BATCH, _batch_of(spec)),
         steps=sampling.steps,
     )
+
+
+def least_masking_of(spec: pb.Spec) -> LeastMasking | None:
+    """Return the weakest masking that a run has; None if its updates are in the clear."""
+    if not spec.HasField("masking"):
+        return None
+    default = LeastMasking()
+    return LeastMasking(spec.masking.colluding_share, spec.masking.failure or default.failure)
 
 
 def _batch_of(spec: pb.Spec) -> int:
@@ -85,7 +99,14 @@ class PlanFile:
     length: int
     tensors: tuple[str, ...]
 
-    def target(self, role: str, spec: pb.Spec, model_digest: bytes, least: Least) -> SignedTarget:
+    def target(
+        self,
+        role: str,
+        spec: pb.Spec,
+        model_digest: bytes,
+        least: Least,
+        masking: LeastMasking | None,
+    ) -> SignedTarget:
         """Return the target of this plan, which was made for a run of `spec`."""
         reference = Reference.parse(spec.model)
         statement = PlanStatement(
@@ -97,6 +118,7 @@ class PlanFile:
             hyperparameters=values_of(spec.hyperparameters),
             tensors=self.tensors,
             least=least,
+            masking=masking,
         )
         return plan_target(role, statement, length=self.length, sha256=self.sha256)
 
@@ -133,6 +155,7 @@ class PlanSignatures:
                     f"{Reference.parse(spec.model).model} --keys DIR for this and later runs"
                 )
         _check_size(spec, signed.statement.least)
+        _check_masking(spec, signed.statement.masking)
         return ""
 
     def _sign_auto(
@@ -142,15 +165,15 @@ class PlanSignatures:
         length = self._blobs.find(sha256).stat().st_size
         plan = PlanFile(prepared.plan_digest, sha256, length, tuple(sorted(prepared.roles)))
         rule = self._repository.plan_policy().models.get(Reference.parse(spec.model).model)
-        least = Least() if rule is None else rule.least
-        statement = plan.target(PLANS, spec, model_digest, least).statement
+        least, masking = (Least(), None) if rule is None else (rule.least, rule.masking)
+        statement = plan.target(PLANS, spec, model_digest, least, masking).statement
         return self._repository.sign_auto_plan(statement, length=length, sha256=sha256, keep=used)
 
 
 def _check_size(spec: pb.Spec, least: Least) -> None:
     sampling = spec.sampling
     of_run = Least(
-        devices=least_updates(spec.cohort.devices, spec.cohort.quorum),
+        devices=fewest_updates(spec),
         batch=min(_batch_of(spec), MAX_LEAST),
         steps=sampling.steps,
     )
@@ -159,6 +182,15 @@ def _check_size(spec: pb.Spec, least: Least) -> None:
         raise Conflict(
             f"the run is smaller than its signed plan allows, so every device would decline: "
             f"{lacking}; start a larger run, or have the plan signed for smaller ones"
+        )
+
+
+def _check_masking(spec: pb.Spec, masking: LeastMasking | None) -> None:
+    lacking = "" if masking is None else masking.lacking(least_masking_of(spec))
+    if lacking:
+        raise Conflict(
+            f"the signature of the plan demands {lacking}, so every device would decline; start a "
+            "run with that masking, or have the plan signed for this one"
         )
 
 
@@ -272,8 +304,11 @@ def _compared(
                 model=f"{statement.model}@{statement.version}", algorithm=statement.algorithm
             )
             set_values(spec.hyperparameters, dict(statement.hyperparameters))
-            # The one fact that making the plan again does not check: another signer chose it.
-            progress(f"{path} waits too, for rounds of {statement.least.text} or more")
+            if (masking := statement.masking) is not None:
+                spec.masking.colluding_share = masking.colluding_share
+                spec.masking.failure = masking.failure
+            # What making the plan again does not check, because another signer chose it.
+            progress(f"{path} waits too, for rounds of {statement.conditions} or more")
             ours = target_file(_made_here(cloud, spec, statement.least, progress))
         if ours != entry:
             raise Corrupt(
@@ -304,7 +339,7 @@ def _made_here(
                 f"{version.model_digest.hex()[:12]}"
             )
         plan = asyncio.run(_plan_file(Path(work), model, spec))
-    return plan.target(PLANS, spec, digest, least)
+    return plan.target(PLANS, spec, digest, least, least_masking_of(spec))
 
 
 async def _plan_file(work: Path, model: Path, spec: pb.Spec) -> PlanFile:

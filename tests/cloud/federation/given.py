@@ -37,11 +37,11 @@ MODELS = ("tiny", "own", "wide", "sine")
 """Models of tests whose plans the cloud's key may sign."""
 
 
-def model_bytes(folder, seed=0):
+def model_bytes(folder, seed=0, hidden=8):
     """A small classifier of 6 features."""
-    path = folder / f"tiny-{seed}.tpm"
+    path = folder / f"tiny-{seed}-{hidden}.tpm"
     if not path.exists():
-        cell = nn.Sequential(nn.Dense(FEATURES, 8), nn.Tanh(), nn.Dense(8, CLASSES))
+        cell = nn.Sequential(nn.Dense(FEATURES, hidden), nn.Tanh(), nn.Dense(hidden, CLASSES))
         rng = np.random.default_rng(seed)
         for p in cell.parameters().values():
             p.array = np.asarray(rng.normal(0, 0.5, p.array.shape), np.float32)

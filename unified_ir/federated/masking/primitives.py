@@ -58,6 +58,27 @@ class EcdsaSigner:
         _check_curve(key.curve, "this device")
         self._key = key
 
+    @classmethod
+    def from_pem(cls, pem: bytes) -> EcdsaSigner:
+        """Return the signer with a key in PKCS #8 PEM without a password, such as `key.pem`.
+
+        Corrupt if it is none.
+        """
+        try:
+            key = serialization.load_pem_private_key(pem, password=None)
+        except (ValueError, TypeError) as error:
+            raise Corrupt(f"the identity key cannot be read: {error}") from error
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise InvalidInput(f"an identity key is ECDSA P-256, this is a {type(key).__name__}")
+        return cls(key)
+
+    @property
+    def public_der(self) -> bytes:
+        """The public key as SubjectPublicKeyInfo in DER."""
+        return self._key.public_key().public_bytes(
+            serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+        )
+
     def sign(self, data: bytes) -> bytes:
         """Return the signature in DER."""
         return self._key.sign(data, ec.ECDSA(hashes.SHA256()))

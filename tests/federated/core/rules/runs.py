@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from triplane.unified_ir.federated.core import rules
+from triplane.unified_ir.federated.core import lease_changes, rules
 from triplane.unified_ir.federated.core.rules import lease_id
 from triplane.unified_ir.federated.core.run import (
     NEWEST_RULES,
@@ -32,7 +32,7 @@ from triplane.unified_ir.federated.core.run import (
 )
 
 step: Any = rules.step
-open_lease: Any = rules.open_lease
+open_lease: Any = lease_changes.open_lease
 DEVICES = ("ada", "bea", "cem", "dia", "eli")
 
 
