@@ -43,7 +43,7 @@ from triplane.proto.plan_statement import (
     is_plan,
 )
 from triplane.proto.registry_pb2 import Version
-from triplane.proto.roster import ROSTER_PATH
+from triplane.proto.roster import ROSTER_PATH, Roster
 from triplane.proto.signed_fields import PLANS
 from triplane.proto.targets import SignedTarget, plan_target, read_target
 from triplane.unified_ir.files.container import Container
@@ -129,10 +129,9 @@ class PlanSignatures:
     def __init__(self, repository: MetadataRepository, blobs: BlobFolder) -> None:
         self._repository, self._blobs = repository, blobs
 
-    def roster_version(self) -> int:
-        """Return the version of the roster of devices that is valid now; 0 if there is none."""
-        roster = self._repository.roster()
-        return roster.version if roster else 0
+    def roster(self) -> Roster | None:
+        """Return the roster of devices, if people have signed one that is valid now."""
+        return self._repository.roster()
 
     def lacking(
         self, run: str, spec: pb.Spec, prepared: Prepared, model_digest: bytes, used: set[str]
