@@ -233,6 +233,7 @@ def test_masked_updates_above_the_inline_limit_are_uploaded_and_removed_after_th
     assert not [p for p in folder.iterdir() if p.is_file()]
 
 
+@pytest.mark.long
 def test_a_device_outside_of_the_roster_does_not_cost_the_others_their_round(tmp_path):
     async def story():
         async with running(make_home(tmp_path)) as cloud:
