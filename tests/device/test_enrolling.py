@@ -42,6 +42,7 @@ def test_a_device_keeps_the_clouds_root_from_its_enrolment(tmp_path):
     assert trust.BOOTSTRAP == BOOTSTRAP
 
 
+@pytest.mark.long
 def test_a_device_keeps_its_key_when_its_certificate_is_renewed(tmp_path):
     """A roster that people signed lists the key."""
 

@@ -9,7 +9,7 @@ from tests.support.cloud_process import running, said
 from triplane.cloud.home import Home
 from triplane.proto.identity import enrol, key_digest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 STRANGER = hashlib.sha256(b"a device that was not enrolled yet").hexdigest()
 

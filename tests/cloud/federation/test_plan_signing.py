@@ -149,7 +149,7 @@ def test_a_plan_whose_signature_was_withdrawn_waits_for_a_new_one(tmp_path):
     story_of(tmp_path, story)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_full_list_of_plans_names_the_way_to_make_room(tmp_path):
     signer = PlanSigner(tmp_path)
     tensors = tuple(f"layer{n:03}.{'x' * 30}" for n in range(200))
@@ -198,7 +198,7 @@ def test_a_signer_refuses_a_plan_of_another_model_file_than_the_reviewed_one(tmp
     story_of(tmp_path, story)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_says_first_whether_a_roster_protects_from_invented_devices(tmp_path):
     async def story(cloud, run_id):
         text = "no roster: nothing protects from a cloud that invents devices"
