@@ -16,7 +16,7 @@ from triplane.proto.errors import Corrupt, InvalidInput, MissingExtra
 from triplane.proto.roster import Roster
 
 try:
-    from cryptography.exceptions import InvalidSignature, InvalidTag
+    from cryptography.exceptions import InvalidSignature, InvalidTag, UnsupportedAlgorithm
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec, x25519
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -128,7 +128,7 @@ def roster_verifier(roster: Roster, keys: Mapping[str, bytes]) -> EcdsaVerifier:
 def _public_key(device: str, der: bytes) -> ec.EllipticCurvePublicKey:
     try:
         key = serialization.load_der_public_key(der)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise InvalidInput(
             f"the identity key of {device!r} is not a public key in DER: {error}"
         ) from error
