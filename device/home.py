@@ -61,6 +61,7 @@ class DeviceSettings:
     least_devices, least_batch, least_steps: smallest rounds that the device takes part in, beyond
     what a plan's signature demands. algorithms: the only ones that it runs, if there are any.
     plans_by_people: run no plan that only the cloud's key has signed, within the policy.
+    roster_required: take part only while a signed roster of devices lists this device.
     masked_only: send no update in the clear. least_colluding_share, most_failure: the weakest
     masking that the device takes part in, see `LeastMasking`.
     """
@@ -80,6 +81,7 @@ class DeviceSettings:
     least_steps: int = 1
     algorithms: tuple[str, ...] = ()
     plans_by_people: bool = False
+    roster_required: bool = False
     masked_only: bool = False
     least_colluding_share: float = 0.0
     most_failure: float = 1e-6
@@ -163,10 +165,15 @@ def _is_form(name: str, value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class DeviceIdentity:
-    """The facts of a certificate that a device needs. renew_at_s: seconds since 1970."""
+    """The facts of a certificate that a device needs.
+
+    renew_at_s: seconds since 1970. key: SHA-256 of the public key in hexadecimal, by which a roster
+    lists the device.
+    """
 
     name: str
     renew_at_s: float
+    key: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +203,7 @@ class DeviceHome(MachineHome[DeviceSettings]):
         self.pending = self.path / "pending"
         self.model = self.personal / "model"
         self.trust = self.path / "trust"
+        self.roster_file = self.trust / "roster.json"
         self.enrolled_file = self.path / "enrolled.json"
         self.session_file = self.path / "session.json"
         self.masking_ledger = self.path / "masking.ledger"
@@ -214,15 +222,17 @@ class DeviceHome(MachineHome[DeviceSettings]):
         """The stored facts of the certificate, so that the device's process need not parse it."""
         try:
             parsed = json.loads(self.enrolled_file.read_bytes()[:MAX_NOTE_BYTES])
-            return DeviceIdentity(str(parsed["name"]), float(parsed["renew_at_s"]))
+            name, key = str(parsed["name"]), str(parsed["key"])
+            return DeviceIdentity(name, float(parsed["renew_at_s"]), key)
         except (OSError, ValueError, TypeError, KeyError):
             return self.note_certificate()
 
     def note_certificate(self) -> DeviceIdentity:
         """Read the certificate, and store and return the facts that a device needs."""
-        from triplane.proto.identity import renewal_due_s
+        from triplane.proto.identity import key_digest, renewal_due_s
 
-        device = DeviceIdentity(self.identity.name, renewal_due_s(self.identity))
+        key = key_digest(self.identity.certificate).hex()
+        device = DeviceIdentity(self.identity.name, renewal_due_s(self.identity), key)
         write_atomic(self.enrolled_file, json.dumps(asdict(device)).encode())
         return device
 

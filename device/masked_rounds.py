@@ -26,6 +26,7 @@ from triplane.device.tasks import KEYS, Task
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.disk import write_atomic
 from triplane.proto.errors import Conflict, InvalidInput
+from triplane.proto.roster import Roster
 from triplane.proto.transfer import upload
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.learn import BUFFER, PARAMETER, shared
@@ -36,6 +37,7 @@ from triplane.unified_ir.federated.masking import (
     MaskingDevice,
     MaskingTerms,
     UpdateEncoding,
+    roster_verifier,
     wire,
 )
 from triplane.unified_ir.federated.masking.integers import Vector
@@ -48,8 +50,8 @@ MAX_REFUSALS: Final = 256
 
 _CHUNK: Final = 1 << 16
 
-AcceptsKey = Callable[[bytes], bool]
-"""Whether an identity key (DER) belongs to a device that may be in a cohort, such as a roster."""
+NewestRoster = Callable[[], Roster | None]
+"""Returns the verified roster, None if people have signed none; see `roster.current_roster`."""
 Answer = pb.MaskingAnswer | MaskedInput
 """An answer to a step; the bytes of a masked input may be sent as a blob."""
 
@@ -57,18 +59,17 @@ Answer = pb.MaskingAnswer | MaskedInput
 class CohortVerifier:
     """Verifies with the identity keys of a cohort, which are known from its message on."""
 
-    def __init__(self, accepts: AcceptsKey) -> None:
-        self._accepts, self._inner = accepts, EcdsaVerifier({})
+    def __init__(self, roster: NewestRoster) -> None:
+        self._roster, self._inner = roster, EcdsaVerifier({})
 
     def use(self, keys: Mapping[str, bytes]) -> None:
-        """Use these keys (DER) by device. InvalidInput for a key that is not accepted."""
-        for device, key in keys.items():
-            if not self._accepts(key):
-                raise InvalidInput(
-                    f"the cohort contains device {device[:16]}..., whose identity key is not in "
-                    "the roster of this device; the round would not be among known devices"
-                )
-        self._inner = EcdsaVerifier(keys)
+        """Use these keys (DER) by device.
+
+        InvalidInput for a device that is not in the roster. Corrupt: the roster was refused.
+        """
+        # Read for each cohort: people may have signed another one since the round began.
+        roster = self._roster()
+        self._inner = roster_verifier(roster, keys) if roster else EcdsaVerifier(keys)
 
     def verifies(self, device: str, data: bytes, signature: bytes) -> bool:
         """See `IdentityVerifier`."""
@@ -115,10 +116,10 @@ class MaskedRounds:
         self,
         home: DeviceHome,
         channel: Callable[[], grpc.Channel],
-        accepts: AcceptsKey = lambda _: True,
+        roster: NewestRoster,
     ) -> None:
-        """Take the keys that may be in a cohort; without a roster the cloud's word counts."""
-        self._home, self._channel, self._accepts = home, channel, accepts
+        """Take where the newest roster is; without one, the cloud's word counts."""
+        self._home, self._channel, self._roster = home, channel, roster
         self._ledger = LedgerFile(home.masking_ledger)
         self._open: dict[str, MaskedRound] = {}
         self._refused: dict[str, str] = {}
@@ -140,7 +141,7 @@ class MaskedRounds:
         names, norms, encoding = _encoding_of(task.document.masking.encoding, like, roles)
         _check_fields(agreed.terms.fields, encoding.fields)
         signer = EcdsaSigner.from_pem(self._home.identity.key_pem)
-        verifier = CohortVerifier(self._accepts)
+        verifier = CohortVerifier(self._roster)
         return MaskedRound(
             agreed=agreed,
             encoding=encoding,

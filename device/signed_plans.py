@@ -16,8 +16,16 @@ from typing import Any, Final
 import grpc
 
 from triplane.device.home import DeviceHome, DeviceSettings
+from triplane.device.roster import current_roster, keep_roster
 from triplane.device.tasks import Task
-from triplane.proto.errors import Conflict, Corrupt, InvalidInput, TriplaneError, Unavailable
+from triplane.proto.errors import (
+    Conflict,
+    Corrupt,
+    InvalidInput,
+    NotFound,
+    TriplaneError,
+    Unavailable,
+)
 from triplane.proto.plan_statement import MAX_LEAST, Least, LeastMasking, PlanStatement
 from triplane.proto.targets import SignedTarget, read_target
 from triplane.unified_ir.federated.core.learn import Shard, episode_sizes, shared, takes_episodes
@@ -152,9 +160,12 @@ def _masking_of(task: Task) -> LeastMasking | None:
 
 
 def verified_here(
-    home: DeviceHome, channel: Callable[[], grpc.Channel], *, by_people: bool
+    home: DeviceHome, channel: Callable[[], grpc.Channel], settings: DeviceSettings
 ) -> Verify:
-    """Return a function that verifies in this process, which then holds tuf and cryptography."""
+    """Return a function that verifies in this process, which then holds tuf and cryptography.
+
+    It also stores the roster of devices that people have signed, see `device/roster.py`.
+    """
 
     def verify(digest: str) -> SignedTarget:
         from triplane.proto.signed.metadata import fetch_over
@@ -167,12 +178,32 @@ def verified_here(
             # A failed link first: it passes, and whatever was refused beside it is refused again.
             missing = Unavailable("no signed metadata could be verified")
             raise freshness.error or next(iter(freshness.refusals), missing)
-        return trust.plan(digest, by_people=by_people)
+        keep_roster(home, trust)
+        if settings.roster_required:
+            _require_listed(home, trust.now_s)
+        return trust.plan(digest, by_people=settings.plans_by_people)
 
     return verify
 
 
-def verified_apart(home: DeviceHome, *, by_people: bool) -> Verify:
+def _require_listed(home: DeviceHome, now_s: float) -> None:
+    """Raise NotFound unless there is a roster, with this device in it. Corrupt: it is refused."""
+    from triplane.proto.identity import key_digest
+
+    roster, digest = current_roster(home, now_s), key_digest(home.identity.certificate)
+    if roster is None or digest not in roster.digests:
+        fact = (
+            f"the key {digest.hex()} of this device is not in the {roster.summary}"
+            if roster
+            else "nobody has signed one"
+        )
+        raise NotFound(
+            f"its owner demands a roster of devices (roster_required in device.json), and {fact}; "
+            f"a signer adds the device: triplane cloud roster add {home.enrolled.name} --keys DIR"
+        )
+
+
+def verified_apart(home: DeviceHome, settings: DeviceSettings) -> Verify:
     """Return a function that verifies in a process of its own, `device/verifying.py`.
 
     tuf and cryptography take 14 MB, which a device could not free again.
@@ -181,7 +212,8 @@ def verified_apart(home: DeviceHome, *, by_people: bool) -> Verify:
     def verify(digest: str) -> SignedTarget:
         require_root(home)
         command = [sys.executable, "-m", "triplane.device.verifying", str(home.path), digest]
-        command += ["--by-people"] if by_people else []
+        command += ["--by-people"] if settings.plans_by_people else []
+        command += ["--roster-required"] if settings.roster_required else []
         try:
             done = subprocess.run(
                 command, capture_output=True, check=False, timeout=VERIFYING_S,

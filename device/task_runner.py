@@ -28,6 +28,7 @@ from triplane.device.memory import (
     unsettled,
 )
 from triplane.device.model import SHARED, DeviceModel, ModelChoice
+from triplane.device.roster import current_roster
 from triplane.device.signed_plans import SignedPlans, Verify, verified_here
 from triplane.device.stopping import StopToken, Withdrawn
 from triplane.device.tasks import KEYS, MAX_REASON_CHARS, Blob, Task, WorkSet
@@ -36,6 +37,7 @@ from triplane.proto.blobs import BlobFolder, digest_of
 from triplane.proto.channels import connect
 from triplane.proto.disk import OS_DISK, write_atomic
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, TriplaneError, Unavailable
+from triplane.proto.roster import Roster
 from triplane.proto.transfer import download, upload
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.files import encode_update, read_state, write_update
@@ -254,8 +256,11 @@ class TaskRunner:
             # Imported here: cryptography takes 14 MB that a device without masking need not hold.
             from triplane.device.masked_rounds import MaskedRounds
 
-            self._masking = MaskedRounds(self._home, self._channel)
+            self._masking = MaskedRounds(self._home, self._channel, self._roster)
         return self._masking
+
+    def _roster(self) -> Roster | None:
+        return current_roster(self._home, time.time())
 
     def score(self, plan: Plan, task: Task, stop: StopToken) -> pb.Contribution:
         """Score the shared state before and after adaptation; keep the better for `predict`."""
@@ -451,7 +456,7 @@ class InProcessExecutor(TaskRunner):
     ) -> None:
         """Take the way to look plans up; by default it is done in this process."""
         if verify is None:
-            verify = verified_here(home, self._open, by_people=settings.plans_by_people)
+            verify = verified_here(home, self._open, settings)
         super().__init__(home, shard, settings, self._open, verify, app)
         self._identity = home.identity
         self._open_channel: grpc.Channel | None = None

@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Final
 
 from triplane.proto.errors import Corrupt, InvalidInput
+from triplane.proto.roster import ROSTER_PATH
 from triplane.proto.signed_fields import (
     AUTO,
     NAME,
@@ -76,7 +77,8 @@ class PlanName:
 
 def is_plan(path: str) -> bool:
     """Return whether a target path can only be the one of a plan."""
-    return path.startswith(f"{PLANS}/") or (path.startswith(f"{AUTO}/") and path.endswith(".plan"))
+    of_people = path.startswith(f"{PLANS}/") and path != ROSTER_PATH
+    return of_people or (path.startswith(f"{AUTO}/") and path.endswith(".plan"))
 
 
 @dataclass(frozen=True, slots=True)

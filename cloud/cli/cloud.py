@@ -18,6 +18,7 @@ from triplane.cloud.cli.connection import (
 )
 from triplane.cloud.cli.keys import command as keys_command
 from triplane.cloud.cli.options import DURATION, LABEL, SHARE, example, keys_option, least_option
+from triplane.cloud.cli.roster import command as roster_command
 from triplane.proto.logs import quiet_grpc
 from triplane.unified_ir.cli.shell import SECRET, json_option, open_output
 
@@ -98,6 +99,7 @@ def command() -> None:
 
 
 command.add_command(keys_command)
+command.add_command(roster_command)
 
 
 @command.command("init", epilog=INIT_EPILOG)

@@ -62,6 +62,8 @@ def headline(run: Run) -> str:
         parts.append(f"round {min(run.round, spec.rounds)} of {spec.rounds}")
     if spec.robustness.norm_bound == OFF:
         parts.append("no norm bound: one device can replace the model")
+    if not run.roster and phase not in INACTIVE:
+        parts.append("no roster: nothing protects from a cloud that invents devices")
     if spec.HasField("masking"):
         parts.append(f"masked: the cloud learns sums over {spec.masking.least} or more devices")
     if run.members:

@@ -38,6 +38,7 @@ from triplane.cloud.store import Database
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.blobs import BlobFolder
 from triplane.proto.errors import Conflict, InvalidInput, NotFound
+from triplane.proto.roster import Roster
 from triplane.unified_ir.federated.core.run import ENDED, Phase, Resumed, Stopped
 
 ID_BYTES: Final = 8
@@ -82,7 +83,7 @@ class Federation:
         self.live = LiveRuns(db, clock, epoch or secrets.token_hex(8))
         self.updates = UpdateStore(folder / "updates", blobs, self.live.small_update)
         children = children or Children(folder / "children")
-        masked = MaskedCohorts(self.updates, blobs)
+        masked = MaskedCohorts(self.updates, blobs, self._roster)
         self._results = Results(
             db, blobs, self.updates, children, registry, self.live.shares_plan, masked=masked
         )
@@ -273,4 +274,8 @@ class Federation:
             down=sum(self._documents.bytes_down(live).values()) if live else 0,
             waits=self.live.waits(record.id),
             waiting=self.devices.waiting() if live and not live.is_over else {},
+            roster=roster.version if (roster := self._roster()) else 0,
         )
+
+    def _roster(self) -> Roster | None:
+        return self._signatures.roster() if self._signatures else None

@@ -20,6 +20,7 @@ from triplane.cloud.federation.update_store import (
     refusal_event,
 )
 from triplane.proto import federation_pb2 as pb
+from triplane.proto.roster import Roster
 from triplane.unified_ir.federated.core.files import INLINE_BYTES
 from triplane.unified_ir.federated.core.lease_changes import open_lease
 from triplane.unified_ir.federated.core.masked_round import (
@@ -114,6 +115,8 @@ def _answer(
         raise Refusal("kind", "an answer to a step of a masked round was not asked for")
     step = STEPS_BY_FIELD[field]
     most = _most_bytes(step, len(round_.leases))
+    if step is MaskedStep.KEYS:
+        _check_listed(rounds.roster(), message.keys.identity_key)
     size, file = len(data), ""
     if step is MaskedStep.INPUTS:
         cohort = sum(has_taken(lease, MaskedStep.KEYS) for lease in round_.leases)
@@ -123,6 +126,19 @@ def _answer(
         raise Refusal("oversized", f"the step {step} is answered by at most {most} bytes")
     size = len(data) + (message.input.blob.size if file else 0)
     return StepAnswer(step=step, blob=hashlib.sha256(data).hexdigest(), size=size, file=file)
+
+
+def _check_listed(roster: Roster | None, identity_key: bytes) -> None:
+    """Refuse a device that every other would refuse, so that the round goes on without it.
+
+    Devices decide this by the roster that they have verified; here it only saves the round.
+    """
+    if roster is not None and not roster.holds(identity_key):
+        raise Refusal(
+            "masking",
+            f"the device is not in the {roster.summary}, so the others of a masked round refuse "
+            "it; a signer adds it: triplane cloud roster add NAME --keys DIR",
+        )
 
 
 def _most_bytes(step: MaskedStep, cohort: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ from triplane.cloud.federation.update_store import UpdateStore, printable
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.blobs import BlobFolder
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError
+from triplane.proto.roster import Roster
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.files import Like, like_of, read_state
 from triplane.unified_ir.federated.core.learn import BUFFER, PARAMETER, shared
@@ -65,10 +66,15 @@ class _OpenCohort:
 
 
 class MaskedCohorts:
-    """The masked rounds of this process, one for each run. blobs: holds the states."""
+    """The masked rounds of this process, one for each run.
 
-    def __init__(self, updates: UpdateStore, blobs: BlobFolder) -> None:
-        self._updates, self._blobs = updates, blobs
+    blobs: holds the states. roster: returns the signed roster of devices that is valid now.
+    """
+
+    def __init__(
+        self, updates: UpdateStore, blobs: BlobFolder, roster: Callable[[], Roster | None]
+    ) -> None:
+        self._updates, self._blobs, self.roster = updates, blobs, roster
         self._open: dict[str, _OpenCohort] = {}
         self._likes: dict[str, Like] = {}
 

@@ -54,15 +54,17 @@ def run_message(
     down: int = 0,
     waits: str = "",
     waiting: Mapping[str, str] = MappingProxyType({}),
+    roster: int = 0,
 ) -> pb.Run:
     """Return a run as people see it.
 
     down: bytes that devices downloaded in the current round. waits: why nothing can be written at
     the moment, or empty. waiting: the reason why a device cannot work at the moment, by device.
+    roster: the version of the signed roster of devices, 0 for none.
     """
     later = dict.fromkeys(("round", "members", "rounds", "refusals", "revision", "metric"))
     phase = pb.Run.Phase.Value((record.before or "preparing").upper())
-    message = message_from(pb.Run, record, phase=phase, **later)
+    message = message_from(pb.Run, record, phase=phase, roster=roster, **later)
     if projection is not None:
         _add_state(message, projection, rounds=rounds, down=down)
     message.reason = waits or message.reason

@@ -18,15 +18,14 @@ from tests.support.masked_rounds import MaskedRound
 
 from triplane.device import client as device_client
 from triplane.device.home import DeviceHome
-from triplane.device.masked_rounds import MAX_OPEN, CohortVerifier
+from triplane.device.masked_rounds import MAX_OPEN
 from triplane.device.memory import Memory
 from triplane.device.task_runner import InProcessExecutor
 from triplane.device.tasks import STEPS
 from triplane.proto import federation_pb2 as pb
-from triplane.proto.errors import InvalidInput
+from triplane.proto.identity import key_digest
 from triplane.proto.plan_statement import Least, LeastMasking
 from triplane.unified_ir.federated.core.learn import Work, learn
-from triplane.unified_ir.federated.masking import EcdsaSigner
 
 SHARD = plans.shard(held_out=6)
 SHARED = {"parameters": 2, "buffers": 1}
@@ -588,13 +587,17 @@ def test_personal_state_changes_with_a_masked_update_that_counted(tmp_path, coun
     assert list(Memory(home.personal, home.pending).personal(RUN).tensors.get("head", [])) == steps
 
 
-def test_a_cohort_may_be_limited_to_the_keys_of_a_roster():
-    keys = {str(n): public_der(identity_key(n)) for n in range(3)}
-    verifier = CohortVerifier(lambda key: key in {keys["0"], keys["1"]})
-    signature = EcdsaSigner(identity_key(0)).sign(b"data")
-    assert not verifier.verifies("0", b"data", signature), "not before the cohort is known"
-    verifier.use({"0": keys["0"], "1": keys["1"]})
-    assert verifier.verifies("0", b"data", signature)
-    assert not verifier.verifies("1", b"data", signature)
-    with pytest.raises(InvalidInput, match="not in the roster of this device"):
-        verifier.use(keys)
+@pytest.mark.parametrize("invented", [0, 1])
+def test_every_device_of_a_cohort_must_be_in_the_roster(tmp_path, invented):
+    async def story():
+        async with play(tmp_path) as made:
+            mine = key_digest(DeviceHome(tmp_path / "ann").identity.certificate)
+            keys = [public_der(identity_key(number)) for number in range(3 - invented)]
+            made.stage.signer.enlist(mine, *(hashlib.sha256(key).digest() for key in keys))
+            return await made.asked(await made.reach("share"))
+
+    said = within(story())
+    if invented:
+        assert "is no device of the roster 3 of 3 devices" in said.declined
+    else:
+        assert said.WhichOneof("outcome") == "masked", said.declined

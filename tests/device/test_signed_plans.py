@@ -347,7 +347,7 @@ def test_a_failed_link_is_not_reported_as_a_refusal(tmp_path):
     PlanSigner(tmp_path / "signed").trusted_by(tmp_path)
     (home.trust / LATEST_TIME).write_text(f"{time.time() + 3600:.3f}\n")
     with grpc.insecure_channel("127.0.0.1:1") as channel:
-        verify = verified_here(home, lambda: channel, by_people=False)
+        verify = verified_here(home, lambda: channel, DeviceSettings())
         with pytest.raises(Unavailable):
             verify("ab" * 32)
 

@@ -21,7 +21,9 @@ from tests.support.deadlines import within
 
 from triplane.cloud.registry import Push
 from triplane.cloud.server import running
+from triplane.cloud.trust.rosters import change_roster
 from triplane.proto import federation_pb2 as pb
+from triplane.proto.identity import key_digest
 from triplane.unified_ir.federated.core.files import INLINE_BYTES, read_state
 from triplane.unified_ir.federated.masking import range_for
 
@@ -301,3 +303,25 @@ def test_an_answer_of_a_masked_round_is_refused_in_a_round_in_the_clear(tmp_path
     assert run.phase == pb.Run.DONE, run.reason
     assert {r.kind for r in run.refusals.reasons} == {"kind"}
     assert run.rounds[0].counted == 1
+
+
+@pytest.mark.long
+def test_a_device_outside_of_the_roster_does_not_cost_the_others_their_round(tmp_path):
+    async def story():
+        async with running(make_home(tmp_path)) as cloud:
+            await registered(cloud, tmp_path)
+            devices = await masked_devices(cloud, tmp_path, 4)
+            listed = frozenset(key_digest(d.identity.certificate) for d in devices[:3])
+            await asyncio.to_thread(
+                change_roster, cloud.repository, lambda _: listed, tmp_path / "keys"
+            )
+            request = masked_request(4, cohort={"quorum": 0.75}, lost_share=0.25, rounds=1)
+            async with living(devices):
+                made = await cloud.federation.begin(request, by="operator")
+                return await ended(cloud, made.id)
+
+    run = within(story())
+    assert (run.phase, run.reason) == (pb.Run.DONE, "")
+    assert (run.rounds[0].counted, run.rounds[0].refused) == (3, 1)
+    (refused,) = run.refusals.reasons
+    assert "is not in the roster 2 of 3 devices" in refused.newest

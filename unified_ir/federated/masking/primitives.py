@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from triplane.proto.errors import Corrupt, InvalidInput, MissingExtra
+from triplane.proto.roster import Roster
 
 try:
     from cryptography.exceptions import InvalidSignature, InvalidTag, UnsupportedAlgorithm
@@ -102,6 +103,26 @@ class EcdsaVerifier:
         except InvalidSignature:
             return False
         return True
+
+
+def roster_verifier(roster: Roster, keys: Mapping[str, bytes]) -> EcdsaVerifier:
+    """Return a verifier for the devices of a cohort, all of which must be in the roster.
+
+    keys: by the name of each device in the round, SubjectPublicKeyInfo in DER, on the cloud's word.
+    roster: one that has not expired. InvalidInput names a device outside of the roster, or two that
+    have one key, so that neither the cloud nor one dishonest device can appear as several.
+    """
+    names: dict[bytes, str] = {}
+    for device, der in keys.items():
+        if not roster.holds(der):
+            raise InvalidInput(f"{device[:80]!r} is no device of the {roster.summary}")
+        other = names.setdefault(der, device)
+        if other != device:
+            raise InvalidInput(
+                f"{other[:80]!r} and {device[:80]!r} have the same identity key, and a device "
+                "counts once"
+            )
+    return EcdsaVerifier(keys)
 
 
 def _public_key(device: str, der: bytes) -> ec.EllipticCurvePublicKey:
