@@ -88,6 +88,16 @@ def check_mean(before, after, secrets_of, cap):
         assert length < 0.2 * norm_of([mean[n] for n in names]), "the rounding is small beside it"
 
 
+def check_bytes_down(round_, devices):
+    """Each step counts once, and the state is sent with the first one only."""
+    tasks = [task for d in devices for task, _ in d.answers if task.round == 1]
+    steps = sum(task.masking.ByteSize() for task in tasks)
+    state = sum(len(task.inline_state) for task in tasks)
+    assert 0 < state == sum(d.answers[0][0].state.size for d in devices)
+    fetched = round_.bytes_down - steps - state
+    assert 0 <= fetched <= sum(task.plan.size + task.state.size for task in tasks) / 5
+
+
 def norm_of(tensors):
     return np.sqrt(sum(float(np.square(x).sum()) for x in tensors))
 
@@ -114,6 +124,7 @@ def test_the_state_of_a_masked_run_moves_by_the_weighted_mean_of_the_updates(
         (1, False, 3), (2, False, 3), (2, True, 3),
     ]  # fmt: skip
     assert all(r.loss == 0 for r in run.rounds), "no loss of a device is published"
+    check_bytes_down(run.rounds[0], devices)
     assert not run.refusals.reasons
     for number, following in ((1, (2, False)), (2, (2, True))):
         tasks = {d.name: next(t for t, _ in d.answers if t.round == number) for d in devices}
