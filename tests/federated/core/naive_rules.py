@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from triplane.unified_ir.federated.core.run import (
+    NEWEST_RULES,
     RULES_WITH_PAUSES,
     RULES_WITH_RESTS,
     Answered,
@@ -193,7 +194,13 @@ def _refuse(state: RunState, event: Refused) -> tuple[RunState, Effects]:
     if lease is None:
         return state, ()
     done = replace(lease, outcome=Outcome.REFUSED, reason=event.reason)
-    return _settle(state, replace(done, bytes_down=event.bytes_down))
+    missed = state.members[event.device].missed
+    state, effects = _settle(state, replace(done, bytes_down=event.bytes_down))
+    if state.rules >= NEWEST_RULES:
+        until = state.turn[0] + 1 + min(2**missed, 32)
+        member = replace(state.members[event.device], missed=min(missed + 1, 32), rests_until=until)
+        state = _with(state, member)
+    return state, effects
 
 
 def _decline(state: RunState, event: Declined) -> tuple[RunState, Effects]:

@@ -6,10 +6,10 @@
 Ids are derived from the state, and events carry the time, so the same events give the same state,
 byte for byte. An update counts once: for the device that holds the lease, while its round collects.
 A device that disconnects keeps its lease for `patience_s` and may resume it. A connected device
-that misses a deadline is not drawn for some rounds if the others make the quorum. Where the loss
-over devices shows that the state is spoilt, the run returns to its last good one. `due_s` returns
-when the next `Tick` matters. The effect of a rule on journaled events never changes:
-`RunState.rules` is the version of the rules that a run uses.
+that misses a deadline, or whose contribution is refused, is not drawn for some rounds if the others
+make the quorum. Where the loss over devices shows that the state is spoilt, the run returns to its
+last good one. `due_s` returns when the next `Tick` matters. The effect of a rule on journaled
+events never changes: `RunState.rules` is the version of the rules that a run uses.
 
 The cost of one device's event is logarithmic in the number of devices: a rule that concerns all
 members or leases uses their indexes. Only the beginning and end of a round, and a restart, iterate
@@ -25,6 +25,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
+from triplane.unified_ir.federated.core.resting import resting
 from triplane.unified_ir.federated.core.round_end import (
     amended,
     ended,
@@ -34,6 +35,7 @@ from triplane.unified_ir.federated.core.round_end import (
     why_spoilt,
 )
 from triplane.unified_ir.federated.core.run import (
+    NEWEST_RULES,
     RULES_WITH_PAUSES,
     RULES_WITH_RESTS,
     UNWILLING,
@@ -82,10 +84,6 @@ MAX_WHY_CHARS: Final = 200
 OTHER: Final = "other reasons"
 MAX_NAMED: Final = 5
 """Number of absent devices that the reason of a waiting run names."""
-
-MAX_REST: Final = 32
-"""Largest number of rounds for which a device that misses deadlines is not drawn. The number is 1
-after the first missed deadline and doubles with each further one in a row."""
 
 ANSWERED: Final = UNWILLING | {Outcome.COUNTED}
 
@@ -242,7 +240,12 @@ def _refuse(state: RunState, event: Refused | Declined) -> Step:
     if lease is None:
         return state, ()
     ended = replace(lease, reason=event.reason, bytes_down=event.bytes_down)
-    return _settle(state, ended, outcome)
+    after, tells = _settle(state, ended, outcome)
+    if outcome is Outcome.REFUSED and state.rules >= NEWEST_RULES:
+        # Otherwise, devices that send what cannot count would keep rounds below the quorum.
+        member = replace(after.members[lease.device], missed=state.members[lease.device].missed)
+        after = _with(after, resting(member, state.turn[0]))
+    return after, tells
 
 
 def _tick(state: RunState, event: Tick) -> Step:
@@ -258,16 +261,9 @@ def _tick(state: RunState, event: Tick) -> Step:
         # A device that was away is not drawn anyway until it returns; only one that was connected
         # and silent rests.
         if not away and state.rules >= RULES_WITH_RESTS:
-            state = _with(state, _resting(state.members[lease.device], state.turn[0]))
+            state = _with(state, resting(state.members[lease.device], state.turn[0]))
         tells += more
     return state, tells
-
-
-def _resting(member: RunMember, number: int) -> RunMember:
-    """Return the member after it missed the deadline of that round."""
-    rest = min(2**member.missed, MAX_REST)
-    missed = min(member.missed + 1, MAX_REST)  # a count beyond it would make no difference
-    return replace(member, missed=missed, rests_until=number + 1 + rest)
 
 
 def _away_since(round_: Round, latest_s: float) -> list[Lease]:

@@ -56,7 +56,8 @@ declined."""
 RULES_WITH_PAUSES: Final = 2
 """Rules that asked silent devices again in every round."""
 RULES_WITH_RESTS: Final = 3
-"""Rules that did not look at the loss over devices."""
+"""Rules that did not look at the loss over devices, and asked refused devices again in every
+round."""
 NEWEST_RULES: Final = 4
 """Rules of new runs. The events of a run are always replayed by the rules with which it began."""
 
@@ -121,10 +122,10 @@ class RunMember:
     """A device that joined the run; it stays a member while it is disconnected, since `away_s`.
 
     dropped: contributions that did not count; `declined` of these were declined by the device
-    itself. why: counts by reason, for the first few reasons. missed: deadlines in a row that passed
-    without an answer; rests_until: number of the first round for which it is drawn like the others
-    again. settled: the answer to the newest contribution; counted_lease: the newest lease that
-    counted, or empty.
+    itself. why: counts by reason, for the first few reasons. missed: rounds in a row to which it
+    gave no answer in time, or one that was refused; rests_until: number of the first round for
+    which it is drawn like the others again. settled: the answer to the newest contribution;
+    counted_lease: the newest lease that counted, or empty.
     """
 
     device: str
