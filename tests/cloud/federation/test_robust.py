@@ -111,7 +111,7 @@ def test_a_device_that_scales_its_change_moves_the_result_like_another(
     assert run.phase == pb.Run.DONE, run.reason
     assert run.spec.robustness == pb.Robustness(norm_bound="adaptive", aggregator="mean", returns=3)
     assert [r.scaled for r in run.rounds if not r.evaluates] == [1, 1, 1]
-    assert "1 update scaled" in run_text(run)
+    assert "1 update above the norm bound" in run_text(run)
     assert distance(found, honest) < 0.5, "of weights of about 1"
     norms = [e.update.norms or (0.0, 0.0) for e in events if isinstance(e, Arrived)]
     assert len(norms) == 9

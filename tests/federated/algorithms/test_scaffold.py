@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.federated.study.given import least_squares
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import nn, optim, train
@@ -226,6 +227,23 @@ def test_scaffold_reaches_the_optimum_of_a_quadratic_and_fedavg_its_biased_fixed
     )
     np.testing.assert_allclose(drifted, biased, rtol=0, atol=1e-4)
     assert np.abs(biased - optimum).max() > 0.01
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("devices", [3, 6, 12])
+def test_limits_leave_honest_devices_alone_and_the_optimum_where_it_is(devices):
+    """A device that was not asked for a while changes up to 64 medians of its round."""
+    of, every = least_squares(24)
+    made = Study(
+        algorithm="scaffold", hyper=Hyper(lr=SHORT), rounds=150, steps=LENGTH, batch_size=1000,
+        devices=devices,
+    )  # fmt: skip
+    trial = simulate(of, every, made)
+    assert not any(r.scaled for r in trial.rounds)
+    (name,) = (n for n in of.state if of.state[n].role is Role.PARAMETER)
+    data = [[s.train[k].astype(np.float64) for k in ("x", "y")] for s in every.values()]
+    optimum = np.linalg.solve(sum(x.T @ x for x, _ in data), sum(x.T @ y for x, y in data))
+    np.testing.assert_allclose(trial.state[name].reshape(-1), optimum[:, 0], rtol=0, atol=1e-4)
 
 
 def test_result_of_a_run_with_shared_state_of_its_own_is_a_module(tmp_path):

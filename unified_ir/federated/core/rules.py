@@ -29,6 +29,7 @@ from triplane.unified_ir.federated.core.resting import resting
 from triplane.unified_ir.federated.core.round_end import (
     amended,
     ended,
+    must_return,
     turn_after,
     watched,
     watches,
@@ -70,7 +71,6 @@ from triplane.unified_ir.federated.core.run import (
     Tell,
     Tick,
 )
-from triplane.unified_ir.federated.core.spoilt import is_spoilt
 
 LEASE_CHARS: Final = 32
 MAX_GIVEN_UP: Final = 10
@@ -398,7 +398,7 @@ def _close(state: RunState, round_: Round, now_s: float) -> Step:
     state = replace(state, history=(*state.history, ended(round_, now_s, why)))
     if watches(state) and not round_.evaluates:
         state = watched(state, round_, counted, short=short)
-        if is_spoilt(state.watch) and state.good:
+        if must_return(state, round_, short=short):
             return _return(state, counted, why, now_s), tells
     if short:
         return _give_up(state, why, now_s), tells
