@@ -1,11 +1,11 @@
 """The memory of a device about its runs, each part in one durable file.
 
 `personal/RUN.state`: personal tensors, and the remainder of compression, as of the newest update
-that counted. `personal/PLAN.spent`: steps and seconds that a plan with limits has used, so that a
-restart does not reset them. `pending/RUN.update`: an update that has not been settled, with the
-personal tensors and the remainder that it implies; they take effect when the cloud says that it
-counted. So a kill at any instant loses nothing: either nothing was written, or the same bytes are
-sent again.
+that counted; `personal/RUN.N.state` after the Nth return of the run from a spoilt state.
+`personal/PLAN.spent`: steps and seconds that a plan with limits has used, so that a restart does
+not reset them. `pending/RUN.update`: an update that has not been settled, with the personal tensors
+and the remainder that it implies; they take effect when the cloud says that it counted. So a kill
+at any instant loses nothing: either nothing was written, or the same bytes are sent again.
 
 An update that implies nothing is held in memory only (`Memory.hold`): after a kill, the device
 learns it again from the same state, to the same bytes.
@@ -107,29 +107,38 @@ class Memory:
         self._small: dict[Path, bytes] = {}
         self._held: dict[Path, PendingUpdate] = {}
 
-    def personal(self, run: str, fresh: Collection[str] = ()) -> PersonalState:
+    def personal(self, run: str, fresh: Collection[str] = (), *, returns: int = 0) -> PersonalState:
         """Return the personal state of a run; a new run begins with the newest run's tensors.
 
-        fresh: names of tensors that a new run does not begin with.
+        fresh: names of tensors that a new run does not begin with. returns: how often the run
+        returned from a spoilt state; after each time it begins as a new one, with its own tensors.
         """
-        path = self._personal / f"{run}.state"
+        path = self._personal / f"{_stem(run, returns)}.state"
         if path.exists():
             return self._read(path) or NOTHING
-        newest = max(self._personal.glob("*.state"), key=_written_s, default=None)
+        # Of the run itself, if there are any: the device may take part in several.
+        earlier = [*self._personal.glob(f"{run}*.state")] or self._personal.glob("*.state")
+        newest = max(earlier, key=_written_s, default=None)
         state = self._read(newest) if newest else None
         # The remainder belongs to the updates of its own run, so only the tensors carry over.
         carried = {n: x for n, x in state.tensors.items() if n not in fresh} if state else {}
         return PersonalState(carried, {}) if carried else NOTHING
 
     def keep(
-        self, facts: UpdateFacts, update: Path | bytes, implied: PersonalState
+        self,
+        facts: UpdateFacts,
+        update: Path | bytes,
+        implied: PersonalState,
+        *,
+        returns: int = 0,
     ) -> PendingUpdate:
         """Store an update and what it implies durably, as one file.
 
-        update: its bytes, which also stay in memory, or a file, which is moved. Conflict if an
-        update of another lease of the run was not settled: it may have counted.
+        update: its bytes, which also stay in memory, or a file, which is moved. returns: see
+        `personal`. Conflict if an update of another lease of the run was not settled: it may have
+        counted.
         """
-        path = self._free(facts)
+        path = self._free(facts, returns)
         properties = {name: str(value) for name, value in asdict(facts).items()}
         if isinstance(update, bytes):
             first = container.part(UPDATE, update)
@@ -158,9 +167,9 @@ class Memory:
         else:
             update.replace(path.with_suffix(".out"))
 
-    def _free(self, facts: UpdateFacts) -> Path:
+    def _free(self, facts: UpdateFacts, returns: int = 0) -> Path:
         """Return the path for an update, and forget what an earlier one left in memory."""
-        path = self._pending / f"{facts.run}.update"
+        path = self._pending / f"{_stem(facts.run, returns)}.update"
         waiting = self._at(path)
         # The older update may have counted, and then its personal state must still take effect.
         if waiting is not None and waiting.facts.lease != facts.lease:
@@ -202,7 +211,7 @@ class Memory:
         held = self._held.pop(pending.path, None)
         implied = self._read(pending.path) if counted and held is None else None
         if implied is not None:
-            path = self._personal / f"{pending.facts.run}.state"
+            path = self._personal / f"{pending.path.stem}.state"
             container.write(path, KIND, _parts(implied))
             self._forget_oldest("*.state")
         self._verified.pop(pending.path, None)
@@ -272,6 +281,11 @@ def unsettled(facts: UpdateFacts) -> str:
         f"the update of round {facts.round} of run {facts.run} waits until the cloud settles it "
         f"(lease {facts.lease[:8]}...); this device keeps one update of a run at a time"
     )
+
+
+def _stem(run: str, returns: int) -> str:
+    """Return the name, without its ending, of what belongs to a run that returned so often."""
+    return f"{run}.{returns}" if returns else run
 
 
 def _parts(personal: PersonalState) -> list[container.PartData]:

@@ -46,7 +46,8 @@ class Task:
     this device's own app.
     inline_state: the verified bytes of the state, if they came with the task. inline_bytes: largest
     update that is sent within its contribution. cohort: fewest updates of which the next state is
-    computed, as the cloud says; 0 if it does not. document: the message that it was parsed from.
+    computed, as the cloud says; 0 if it does not. returns: how often the run returned from a spoilt
+    state. document: the message that it was parsed from.
     """
 
     kind: str
@@ -62,6 +63,7 @@ class Task:
     inline_state: bytes = b""
     inline_bytes: int = 0
     cohort: int = 0
+    returns: int = 0
     document: pb.Task = field(default_factory=pb.Task, repr=False, compare=False)
 
     def contribution(self, **outcome: Any) -> pb.Contribution:
@@ -135,6 +137,7 @@ def _task(message: pb.Task, device: str, max_blob_bytes: int, now_s: float) -> T
         # The cloud may ask for more than this device puts into one message of the session.
         inline_bytes=min(message.inline_bytes, INLINE_BYTES),
         cohort=min(message.cohort, MAX_LEAST),
+        returns=message.returns,
         document=message,
     )
     return KINDS[kind](task, message, max_blob_bytes)

@@ -150,6 +150,7 @@ def task_message(
         inline_state=files.inline,
         inline_bytes=files.inline_bytes,
         cohort=least_updates(spec.cohort.devices, spec.cohort.quorum),
+        returns=state.watch.returns,
     )
     if files.message is not None:
         task.flower.CopyFrom(files.message)

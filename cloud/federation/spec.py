@@ -156,8 +156,6 @@ def _fill_compression(spec: pb.Spec) -> None:
 
 
 def _fill_robustness(spec: pb.Spec) -> None:
-    from triplane.unified_ir.federated.algorithms import algorithm
-
     asked, has_strategy = spec.robustness, spec.HasField("flower")
     if has_strategy and (asked.aggregator not in {"", "mean"} or asked.returns):
         raise InvalidInput(
@@ -167,13 +165,6 @@ def _fill_robustness(spec: pb.Spec) -> None:
     asked.SetInParent()
     if has_strategy:
         asked.returns = 0  # a strategy has a memory of its own, which would stay
-    elif not algorithm(spec.algorithm).can_return:
-        if asked.returns:
-            raise InvalidInput(
-                f"a run of {spec.algorithm} does not return: the control variates on devices would "
-                "stay those of the spoilt state; leave returns out, or choose another algorithm"
-            )
-        asked.returns = 0
     limits = robustness_of(spec)
     limits.check_count(least_updates(spec.cohort.devices, spec.cohort.quorum))
     spec.robustness.norm_bound, spec.robustness.aggregator = limits.norm_bound, limits.aggregator

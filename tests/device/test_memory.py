@@ -107,6 +107,23 @@ def test_a_new_run_begins_with_the_newest_personal_tensors_and_no_remainder(fold
     assert plain(memory.personal(RUN, {"head"})) == plain(IMPLIED), "the same run keeps all"
 
 
+def test_after_a_return_a_run_begins_with_its_own_tensors_and_no_remainder(folders):
+    memory = Memory(*folders)
+    memory.settle(kept(folders), counted=True)
+    memory.settle(
+        kept(folders, OTHER, implied=PersonalState({"head": np.zeros(3)}, {})), counted=True
+    )
+    assert plain(memory.personal(RUN, returns=1)) == {"head": [0, 1, 2]}
+    assert memory.personal(RUN, {"head"}, returns=1) == NOTHING
+    later = PersonalState({"head": np.full(3, 7.0)}, {})
+    pending = memory.keep(facts(), b"data", later, returns=1)
+    assert [p.facts for p in Memory(*folders).pending()] == [facts()]
+    memory.settle(pending, counted=True)
+    assert plain(memory.personal(RUN, {"head"}, returns=1)) == {"head": [7, 7, 7]}
+    assert plain(memory.personal(RUN)) == plain(IMPLIED), "what it had before"
+    assert list(folders[1].iterdir()) == []
+
+
 def test_damage_is_noticed_and_only_that_file_is_lost(folders):
     memory = Memory(*folders)
     memory.settle(kept(folders), counted=True)

@@ -260,15 +260,6 @@ def test_a_strategy_of_flower_has_bounds_and_neither_aggregator_nor_returns():
             with_defaults(spec(flower=fedavg, robustness=limits))
 
 
-def test_a_run_whose_devices_keep_control_variates_does_not_return():
-    made = with_defaults(spec(algorithm="scaffold"))
-    assert (made.robustness.norm_bound, made.robustness.returns) == ("adaptive", 0)
-    assert journal.plan_of(made).returns == 0
-    with_defaults(spec(algorithm="scaffold", robustness=pb.Robustness(returns=0)))
-    with pytest.raises(InvalidInput, match=r"scaffold\+adam does not return: the control variates"):
-        with_defaults(spec(algorithm="scaffold+adam", robustness=pb.Robustness(returns=2)))
-
-
 def test_a_run_of_an_earlier_release_goes_on_without_limits():
     stored = with_defaults(spec())
     stored.ClearField("robustness")

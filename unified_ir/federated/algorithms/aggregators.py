@@ -260,9 +260,13 @@ def reduce_round(
     row, numbers = robustness.row, robustness.all_numbers
     controlled = bool(shares)
     near, largest = list(updates), {}
-    if robustness.norm_bound != OFF and updates:
-        near, largest = _without_far(state, slots, updates, buffers, controlled=controlled)
-        near = near if len(near) >= row.least(numbers) else list(updates)
+    if updates and (controlled or robustness.norm_bound != OFF):
+        within, largest = _without_far(state, slots, updates, buffers, controlled=controlled)
+        if robustness.norm_bound != OFF and len(within) >= row.least(numbers):
+            near = within
+    if not slots:
+        # The first round, or the first one after a return, when those of devices begin at 0.
+        state = {n: np.zeros_like(x) if n in (shares or {}) else x for n, x in state.items()}
     bounded, scaled = limited(
         near, norm_bound=robustness.norm_bound, max_examples=robustness.max_examples,
         buffers=buffers, adaptive=not controlled,
