@@ -57,6 +57,8 @@ def test_norms_whose_squares_float64_does_not_hold_are_exact():
     assert norms_of({"w": np.full(4, 2.0**900)}, ())[0] == 2.0**901
     assert norms_of({"w": np.array([-(2.0**900)])}, ())[0] == 2.0**900
     assert norms_of({"w": np.full(4, 1.7e308)}, ())[0] == math.inf
+    assert norms_of({"w": np.array([1.0, math.nan], np.float32)}, ())[0] == math.inf
+    assert norms_of({"w": np.array([math.nan, 1.0])}, ())[0] == math.inf
     assert norms_of({"w": np.zeros((0, 3)), "v": np.zeros(2)}, ()) == (0.0, 0.0)
 
 

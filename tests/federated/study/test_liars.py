@@ -37,6 +37,20 @@ def test_a_scaled_change_moves_the_state_by_a_share_of_what_it_would(lie):
     assert ",1\r\n" in rounds_csv([lied]) or ",1\n" in rounds_csv([lied])
 
 
+@pytest.mark.parametrize("algorithm", ["fedavg", "scaffold"])
+def test_a_change_that_is_not_finite_is_left_out(algorithm):
+    """A cloud refuses it on arrival."""
+
+    def spoil(contribution):
+        change = {n: np.full_like(x, np.nan) for n, x in contribution.change.items()}
+        return replace(contribution, change=change)
+
+    made = given.study(algorithm, rounds=3)
+    lied = simulate(given.module(), given.shards(), made, server=LyingServer({"device-1"}, spoil))
+    assert [r.scaled for r in lied.rounds] == [1] * 3
+    assert all(np.isfinite(x).all() for x in lied.state.values())
+
+
 @pytest.mark.long
 def test_a_claim_of_examples_counts_three_medians_at_most():
     alone = simulate(

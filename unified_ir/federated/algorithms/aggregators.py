@@ -259,13 +259,14 @@ def reduce_round(
     """
     row, numbers = robustness.row, robustness.all_numbers
     controlled = bool(shares)
-    near, largest = list(updates), {}
+    near = list(updates)
+    largest: dict[str, Array] = {}
     if updates and (controlled or robustness.norm_bound != OFF):
         within, largest = _without_far(state, slots, updates, buffers, controlled=controlled)
         if robustness.norm_bound != OFF and len(within) >= row.least(numbers):
             near = within
     if not slots:
-        # The first round, or the first one after a return, when those of devices begin at 0.
+        # The first round, or the first one after a return: control variates of devices are 0.
         state = {n: np.zeros_like(x) if n in (shares or {}) else x for n, x in state.items()}
     bounded, scaled = limited(
         near, norm_bound=robustness.norm_bound, max_examples=robustness.max_examples,
@@ -302,15 +303,15 @@ def _without_far(
 ) -> tuple[list[RoundUpdate], dict[str, Array]]:
     """Return the updates that honest devices may send, and what later rounds have to know.
 
-    They are at least half of the updates. controlled: devices have control variates.
+    controlled: devices have control variates.
     """
     measured = with_norms(updates, buffers)
-    medians = medians_of([norms for _, norms in measured])
+    norms = [pair for _, pair in measured]
     if controlled:
-        largest = np.maximum(slots.get(LARGEST, 0.0), medians)
+        largest = np.maximum(slots.get(LARGEST, 0.0), medians_of(norms))
         most, kept = longest_controlled((largest[0], largest[1])), {LARGEST: largest}
     else:
         floats = {n: x for n, x in state.items() if np.issubdtype(x.dtype, np.floating)}
-        most, kept = longest(medians, lambda: norms_of(floats, buffers)[0]), {}
+        most, kept = longest(norms, lambda: norms_of(floats, buffers)[0]), {}
     near = [u for u, (p, s) in measured if p <= most[0] and s <= most[1]]
     return near, kept

@@ -72,7 +72,7 @@ def check_norm_bound(text: str) -> None:
 
 
 def norms_of(change: Change, buffers: Collection[str]) -> Norms:
-    """Return the norms of a change; infinite if float64 cannot hold one."""
+    """Return the norms of a change; infinite if float64 cannot hold one, or it has a NaN."""
     names = sorted(change)
     return (
         _norm([change[n] for n in names if n not in buffers]),
@@ -134,9 +134,15 @@ def medians_of(norms: Sequence[Norms]) -> Norms:
     return lower_median([p for p, _ in norms]), lower_median([s for _, s in norms])
 
 
-def longest(medians: Norms, size: Callable[[], float]) -> Norms:
-    """Return the norms beyond which a change is left out. size: norm of the parameters."""
-    return max(FAR_FACTOR * medians[0], size()), math.inf
+def longest(norms: Sequence[Norms], size: Callable[[], float]) -> Norms:
+    """Return the norms beyond which a change is left out, for those of at least one update.
+
+    size: returns the norm of the parameters.
+    """
+    far = FAR_FACTOR * medians_of(norms)[0]
+    # Their norm takes as long as that of an update, so it is computed only if it decides something.
+    is_any_far = any(parameters > far for parameters, _ in norms)
+    return max(far, size()) if is_any_far else far, math.inf
 
 
 def longest_controlled(largest: Norms) -> Norms:
@@ -196,7 +202,7 @@ def _norm(arrays: Sequence[Array]) -> float:
     # Powers of two, so that scaling rounds nothing.
     unit = math.ldexp(1.0, -max(exponent, 0))
     total = math.fsum(s for x in arrays for s in _squares(x, unit))
-    return math.sqrt(total) / unit if unit else math.inf
+    return math.sqrt(total) / unit if unit and not math.isnan(total) else math.inf
 
 
 def _largest(x: Array) -> float:
