@@ -2,10 +2,12 @@
 
 `personal/RUN.state`: personal tensors, and the remainder of compression, as of the newest update
 that counted; `personal/RUN.N.state` after the Nth return of the run from a spoilt state.
-`personal/PLAN.spent`: steps and seconds that a plan with limits has used, so that a restart does
-not reset them. `pending/RUN.update`: an update that has not been settled, with the personal tensors
-and the remainder that it implies; they take effect when the cloud says that it counted. So a kill
-at any instant loses nothing: either nothing was written, or the same bytes are sent again.
+`personal/RUN.before`: those before that update, whose round may be abandoned after it counted
+(`take_back`). `personal/PLAN.spent`: steps and seconds that a plan with limits has used, so that a
+restart does not reset them. `pending/RUN.update`: an update that has not been settled, with the
+personal tensors and the remainder that it implies; they take effect when the cloud says that it
+counted. So a kill at any instant loses nothing: either nothing was written, or the same bytes are
+sent again.
 
 An update that implies nothing is held in memory only (`Memory.hold`): after a kill, the device
 learns it again from the same state, to the same bytes.
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import BinaryIO, Final, TypeVar, get_type_hints
 
 from triplane.proto.disk import OS_DISK, OsDisk, write_atomic
-from triplane.proto.errors import Conflict, Corrupt, InvalidInput
+from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.files import container
 from triplane.unified_ir.files.container import Container
@@ -30,6 +32,10 @@ UPDATE: Final = "update"
 PERSONAL: Final = "personal.safetensors"
 REMAINDER: Final = "remainder.safetensors"
 KIND: Final = "checkpoint"
+LEASE: Final = "lease"
+"""Property of personal state: the lease of the update that implied it."""
+BEFORE: Final = ".before"
+"""Ending of the personal state before the newest update that counted."""
 MAX_RUNS: Final = 32
 """Number of runs whose personal state is kept; the oldest are removed first."""
 
@@ -210,9 +216,12 @@ class Memory:
         """Apply the personal state of a counted update, or forget it. It can be repeated."""
         held = self._held.pop(pending.path, None)
         implied = self._read(pending.path) if counted and held is None else None
-        if implied is not None:
-            path = self._personal / f"{pending.path.stem}.state"
-            container.write(path, KIND, _parts(implied))
+        path = self._personal / f"{pending.path.stem}.state"
+        # It is there already if a crash cut this short.
+        if implied is not None and _lease_of(path) != pending.facts.lease:
+            if path.exists():
+                OS_DISK.replace(path, path.with_suffix(BEFORE))
+            container.write(path, KIND, _parts(implied), properties={LEASE: pending.facts.lease})
             self._forget_oldest("*.state")
         self._verified.pop(pending.path, None)
         self._small.pop(pending.path, None)
@@ -221,6 +230,22 @@ class Memory:
         if held is None:
             drop(pending.path)
         drop(pending.path.with_suffix(".out"))
+
+    def take_back(self, run: str, *, included: str, returns: int = 0) -> None:
+        """Take the newest settled update back if its round was abandoned after it counted.
+
+        included: lease of the newest update that the cloud's state includes, or empty; returns: see
+        `personal`. If the cloud includes neither the newest update nor the one before it, as after
+        the cloud was restored from a backup, what there is stays.
+        """
+        path = self._personal / f"{_stem(run, returns)}.state"
+        before = path.with_suffix(BEFORE)
+        if _lease_of(path) in {None, included}:
+            return
+        if not before.exists():
+            drop(path)
+        elif _lease_of(before) == included:
+            OS_DISK.replace(before, path)
 
     def effort_spent(self, plan: str) -> tuple[int, float]:
         """Return the steps and seconds spent on a plan; 0 if the record is damaged."""
@@ -272,6 +297,7 @@ class Memory:
 
     def _forget_oldest(self, names: str) -> None:
         for path in sorted(self._personal.glob(names), key=_written_s)[:-MAX_RUNS]:
+            drop(path.with_suffix(BEFORE))
             drop(path)
 
 
@@ -281,6 +307,14 @@ def unsettled(facts: UpdateFacts) -> str:
         f"the update of round {facts.round} of run {facts.run} waits until the cloud settles it "
         f"(lease {facts.lease[:8]}...); this device keeps one update of a run at a time"
     )
+
+
+def _lease_of(path: Path) -> str | None:
+    """Return the lease of the update that implied a state; None if no file says so."""
+    try:
+        return dict(Container(path, kind=KIND).manifest.properties).get(LEASE)
+    except (NotFound, Corrupt, InvalidInput):
+        return None
 
 
 def _stem(run: str, returns: int) -> str:

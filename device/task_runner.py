@@ -353,6 +353,9 @@ class TaskRunner:
         # Personal tensors with an anchor are an algorithm's: SCAFFOLD's control variates sum up to
         # that of the shared state, which begins at 0 in each run and after each return.
         fresh = {name.removeprefix(ANCHOR) for name in plan.roles if name.startswith(ANCHOR)}
+        if task.included is not None:
+            run = task.work.run
+            self.memory.take_back(run, included=task.included, returns=task.returns)
         kept = self.memory.personal(task.work.run, fresh, returns=task.returns).tensors
         ours = _fitting(kept, plan.view("personal"))
         # Later entries win: optimizer and the like restart from the plan, then shared, then

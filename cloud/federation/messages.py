@@ -17,6 +17,7 @@ from triplane.proto.messages import message_from
 from triplane.unified_ir.federated.core.metric import ACCURACY
 from triplane.unified_ir.federated.core.rules import open_lease
 from triplane.unified_ir.federated.core.run import (
+    NEWEST_RULES,
     Ended,
     Outcome,
     Phase,
@@ -152,6 +153,8 @@ def task_message(
         cohort=least_updates(spec.cohort.devices, spec.cohort.quorum),
         returns=state.watch.returns,
     )
+    if state.rules >= NEWEST_RULES:
+        task.included = bytes.fromhex(state.members[device].included_lease)
     if files.message is not None:
         task.flower.CopyFrom(files.message)
     elif at_hand.evaluates:

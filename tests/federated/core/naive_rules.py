@@ -236,7 +236,12 @@ def _reduce(state: RunState, event: Reduced) -> tuple[RunState, Effects]:
     number, every = event.number, state.plan.evaluate_every
     judged = number == state.plan.rounds or (every > 0 and number % every == 0)
     turn = (number, True) if judged else (number + 1, False)
-    return _gather(replace(state, shared=event.shared, attempt=0), turn, event.at_s), ()
+    members = dict(state.members)
+    for lease in state.round.leases if state.round else ():
+        if lease.outcome is Outcome.COUNTED and state.rules >= NEWEST_RULES:
+            members[lease.device] = replace(members[lease.device], included_lease=lease.id)
+    after = replace(state, shared=event.shared, attempt=0, members=members)
+    return _gather(after, turn, event.at_s), ()
 
 
 def _finish(state: RunState, event: Finished) -> tuple[RunState, Effects]:

@@ -13,6 +13,7 @@ from triplane.unified_ir.federated.core.run import (
     UNWILLING,
     Ended,
     Lease,
+    Members,
     Outcome,
     Round,
     RunState,
@@ -51,6 +52,16 @@ def turn_after(state: RunState, number: int) -> tuple[int, bool]:
     every = state.plan.evaluate_every
     judged = number == state.plan.rounds or (every > 0 and number % every == 0)
     return (number, True) if judged else (number + 1, False)
+
+
+def with_included(state: RunState, counted: Iterable[Lease]) -> RunState:
+    """Return the state whose members know that these updates are in the next shared state."""
+    members = state.members
+    assert isinstance(members, Members)
+    for lease in counted if state.rules >= NEWEST_RULES else ():
+        member = replace(members[lease.device], included_lease=lease.id)
+        members = members.with_(lease.device, member)
+    return replace(state, members=members)
 
 
 def amended(state: RunState, **fields: Any) -> tuple[Ended, ...]:

@@ -34,6 +34,7 @@ from triplane.unified_ir.federated.core.round_end import (
     watched,
     watches,
     why_spoilt,
+    with_included,
 )
 from triplane.unified_ir.federated.core.run import (
     NEWEST_RULES,
@@ -278,8 +279,10 @@ def _reduce(state: RunState, event: Reduced) -> Step:
     if event.number != state.turn[0]:
         return state, ()
     good = state.good if state.watch.bad or not watches(state) else state.shared
+    assert state.round is not None
     reduced = replace(
-        state, shared=event.shared, attempt=0, fresh_optimizer=False,
+        with_included(state, _counted_leases(state.round)),
+        shared=event.shared, attempt=0, fresh_optimizer=False,
         # No later round could return to it.
         good="" if event.number == state.plan.rounds else good,
         history=amended(state, scaled=event.scaled) if event.scaled else state.history,

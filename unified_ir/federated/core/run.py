@@ -125,7 +125,8 @@ class RunMember:
     itself. why: counts by reason, for the first few reasons. missed: rounds in a row to which it
     gave no answer in time, or one that was refused; rests_until: number of the first round for
     which it is drawn like the others again. settled: the answer to the newest contribution;
-    counted_lease: the newest lease that counted, or empty.
+    counted_lease: the newest lease that counted, or empty; included_lease: the newest one whose
+    update is in a shared state.
     """
 
     device: str
@@ -142,6 +143,7 @@ class RunMember:
     missed: int = 0
     rests_until: int = 0
     counted_lease: str = ""
+    included_lease: str = field(default="", metadata=ADDED)
 
 
 def _draws(member: RunMember) -> tuple[int, str] | None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from tests.federated.core.rules.runs import (
     DEVICES,
+    all_arrive,
     all_decline,
     arrived,
     begun,
@@ -129,6 +130,20 @@ def test_devices_whose_contributions_are_refused_do_not_end_a_run_of_enough_othe
     asked = sum(x.asked for x in state.history)
     assert sum(x.refused for x in state.history) < asked / 10
     assert {state.members[name].missed for name in liars} != {0}
+
+
+def test_members_know_which_of_their_updates_is_in_a_shared_state():
+    state, _ = begun()
+    first = {x.device: x.id for x in state.round.leases}
+    state, _ = all_arrive(state)
+    assert {m.included_lease for m in state.members.values()} == {""}, "it may yet be abandoned"
+    state, _ = step(state, Reduced(at_s=1.0, number=1, shared="s1"))
+    assert {m.device: m.included_lease for m in state.members.values()} == first
+    state, _ = step(state, arrived(state, "ada", 2.0))
+    state, _ = step(state, Tick(at_s=62.0))
+    assert state.attempt == 1
+    assert state.members["ada"].counted_lease != first["ada"]
+    assert state.members["ada"].included_lease == first["ada"]
 
 
 def test_device_that_declines_was_not_silent():
