@@ -7,6 +7,7 @@ from triplane.device import memory as remembering
 from triplane.device.memory import NOTHING, Memory, PersonalState, UpdateFacts
 from triplane.proto.disk import OS_DISK
 from triplane.proto.errors import Conflict, Corrupt, Unavailable
+from triplane.unified_ir.files import container
 
 RUN, OTHER = "0123456789abcdef", "fedcba9876543210"
 IMPLIED = PersonalState({"head": np.arange(3.0)}, {"w": np.full((2, 2), 0.25, np.float32)})
@@ -151,7 +152,7 @@ def test_a_settlement_that_a_crash_cut_short_keeps_what_was_before(folders, monk
 
     with monkeypatch.context() as patch:
         if cut == "write":  # after the replacement, before the new state is there
-            patch.setattr(remembering.container, "write", crash)
+            patch.setattr(container, "write", crash)
         else:
             patch.setattr(remembering, "drop", crash)  # after both
         with pytest.raises(KeyboardInterrupt):
