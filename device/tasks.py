@@ -27,6 +27,10 @@ MAX_SECONDS: Final = 30 * 86_400.0
 MAX_REASON_CHARS: Final = 1000
 RUN: Final = re.compile(r"[0-9a-f]{16}")
 LEASE_BYTES: Final = 16
+KEYS: Final = "keys"
+"""The step of a masked round in which a device learns; its secrets of the round begin with it."""
+STEPS: Final = (KEYS, "share", "mask", "sign", "unmask")
+"""The steps of a masked round, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,8 @@ class Task:
     update that is sent within its contribution. cohort: fewest updates of which the next state is
     computed, as the cloud says; 0 if it does not. returns: how often the run returned from a spoilt
     state. included: lease of this device's newest update that the state includes, or empty; None if
-    the cloud does not say. document: the message that it was parsed from.
+    the cloud does not say. step: of a masked round, a field of `MaskingStep.asks`; "" if the update
+    is in the clear. document: the message that it was parsed from.
     """
 
     kind: str
@@ -66,7 +71,13 @@ class Task:
     cohort: int = 0
     returns: int = 0
     included: str | None = None
+    step: str = ""
     document: pb.Task = field(default_factory=pb.Task, repr=False, compare=False)
+
+    @property
+    def key(self) -> str:
+        """What one contribution answers: a lease, or one step of a masked round's lease."""
+        return f"{self.lease}.{self.step}" if self.step else self.lease
 
     def contribution(self, **outcome: Any) -> pb.Contribution:
         """Return a contribution for this task."""
@@ -96,6 +107,11 @@ class WorkSet:
     def leases(self) -> frozenset[str]:
         """Leases of all tasks, including refused ones."""
         return frozenset(t.lease for t in self.tasks) | {c.lease.hex() for c in self.refused}
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Keys of all tasks; of refused ones their leases."""
+        return frozenset(t.key for t in self.tasks) | {c.lease.hex() for c in self.refused}
 
 
 def work_set_of(message: pb.Work, device: str, *, max_blob_bytes: int, now_s: float) -> WorkSet:
@@ -141,9 +157,26 @@ def _task(message: pb.Task, device: str, max_blob_bytes: int, now_s: float) -> T
         cohort=min(message.cohort, MAX_LEAST),
         returns=message.returns,
         included=_included(message),
+        step=_step(message, kind),
         document=message,
     )
     return KINDS[kind](task, message, max_blob_bytes)
+
+
+def _step(message: pb.Task, kind: str) -> str:
+    """Return the step of a masked round. Its contents are parsed where tasks run."""
+    if not message.HasField("masking"):
+        return ""
+    step = message.masking.WhichOneof("asks")
+    if kind != "learn" or step is None:
+        raise InvalidInput(
+            f"masking has {', '.join(STEPS)} of a task to learn, got {step!r} of {kind!r}"
+        )
+    if message.learn.compression:
+        raise InvalidInput(
+            f"a masked update is not compressed, the task asks for {message.learn.compression!r}"
+        )
+    return str(step)
 
 
 def _learns(task: Task, message: pb.Task, _max_blob_bytes: int) -> Task:
