@@ -228,8 +228,8 @@ class Memory:
         path = self._personal / f"{pending.path.stem}.state"
         # It is there already if a crash cut this short.
         if implied is not None and _lease_of(path) != pending.facts.lease:
-            if path.exists():
-                OS_DISK.replace(path, path.with_suffix(BEFORE))
+            if path.exists():  # a copy, so that there is a state at every instant
+                write_atomic(path.with_suffix(BEFORE), path.read_bytes())
             container.write(path, KIND, _parts(implied), properties={LEASE: pending.facts.lease})
             self._forget_oldest("*.state")
         self._verified.pop(pending.path, None)

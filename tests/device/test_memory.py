@@ -151,7 +151,7 @@ def test_a_settlement_that_a_crash_cut_short_keeps_what_was_before(folders, monk
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        if cut == "write":  # after the replacement, before the new state is there
+        if cut == "write":  # after the copy, before the new state is there
             patch.setattr(container, "write", crash)
         else:
             patch.setattr(remembering, "drop", crash)  # after both
