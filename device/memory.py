@@ -106,6 +106,7 @@ class Memory:
         self._verified: dict[Path, PendingUpdate] = {}
         self._small: dict[Path, bytes] = {}
         self._held: dict[Path, PendingUpdate] = {}
+        self._files: set[Path] | None = None  # of unsettled updates; listed once
 
     def personal(self, run: str, fresh: Collection[str] = ()) -> PersonalState:
         """Return the personal state of a run; a new run begins with the newest run's tensors.
@@ -120,6 +121,12 @@ class Memory:
         # The remainder belongs to the updates of its own run, so only the tensors carry over.
         carried = {n: x for n, x in state.tensors.items() if n not in fresh} if state else {}
         return PersonalState(carried, {}) if carried else NOTHING
+
+    def remainder(self, run: str) -> Arrays:
+        """Return what compression lost of the updates of this run."""
+        path = self._personal / f"{run}.state"
+        state = self._read(path) if path.exists() else None
+        return state.remainder if state is not None else {}
 
     def keep(
         self, facts: UpdateFacts, update: Path | bytes, implied: PersonalState
@@ -137,6 +144,7 @@ class Memory:
             first = container.file_part(UPDATE, update)
         # One file, so that update and implied state cannot get out of step in a crash.
         container.write(path, KIND, [first, *_parts(implied)], properties=properties)
+        self._listed().add(path)
         self._take(path, update)
         self._verified[path] = PendingUpdate(path, facts)
         return self._verified[path]
@@ -172,9 +180,13 @@ class Memory:
 
     def pending(self) -> tuple[PendingUpdate, ...]:
         """Return the unsettled updates. Damaged ones cannot be sent again and are removed."""
-        paths = sorted({*self._pending.glob("*.update"), *self._held})
-        updates = (self._at(path) for path in paths)
+        updates = (self._at(path) for path in sorted({*self._listed(), *self._held}))
         return tuple(pending for pending in updates if pending is not None)
+
+    def _listed(self) -> set[Path]:
+        if self._files is None:
+            self._files = set(self._pending.glob("*.update"))
+        return self._files
 
     def inline_of(self, pending: PendingUpdate, most: int) -> bytes | None:
         """Return the update alone, if it has at most `most` bytes."""
@@ -211,6 +223,7 @@ class Memory:
         # the same result.
         if held is None:
             drop(pending.path)
+            self._listed().discard(pending.path)
         drop(pending.path.with_suffix(".out"))
 
     def effort_spent(self, plan: str) -> tuple[int, float]:

@@ -104,6 +104,7 @@ class TaskRunner:
         self._plan_blob = b""
         self._fetched: set[bytes] = set()  # the state that this process fetched and verified
         self._fresh: dict[str, Array] = {}
+        self._inline_state: tuple[bytes, Mapping[str, Array]] | None = None  # of this plan
 
     def do(self, task: Task, stop: StopToken, wanted: Iterable[Blob] = ()) -> pb.Contribution:
         """Return the task's contribution. wanted: blobs of other current tasks, which stay on disk.
@@ -140,6 +141,8 @@ class TaskRunner:
             reason = settlement.reason[:MAX_REASON_CHARS] if settlement else "its lease is over"
             facts = {"run": run, "round": pending.facts.round, "counted": counted, "reason": reason}
             logger.info("update settled", extra=facts)
+        if not work_set.tasks:
+            self.model.write_waiting()
 
     def _do(self, task: Task, stop: StopToken, wanted: frozenset[bytes]) -> pb.Contribution:
         wanted |= {task.plan.sha256, task.state.sha256}
@@ -242,7 +245,7 @@ class TaskRunner:
             "compression": task.compression,
             "keep": task.keep,
             "seed": task.work.seed,
-            "remainder": _fitting(self.memory.personal(facts.run).remainder, change),
+            "remainder": _fitting(self.memory.remainder(facts.run), change),
             "device": task.work.device,
             "buffers": buffers(plan.roles),
         }
@@ -316,7 +319,7 @@ class TaskRunner:
     def _plan_of(self, task: Task, path: Path) -> Plan:
         if self._plan is None or self._plan_blob != task.plan.sha256:
             # Free the old plan before loading the new one: the device may lack memory for both.
-            self._plan, self._fresh = None, {}
+            self._plan, self._fresh, self._inline_state = None, {}, None
             plan = Plan.load(path, options=OPTIONS)
             self._shard = shard_for(plan, self._samples)
             check_labels(plan, self._shard)
@@ -330,7 +333,13 @@ class TaskRunner:
 
     def _state_of(self, plan: Plan, task: Task) -> Mapping[str, Array]:
         if task.inline_state:
-            return read_state(Path("state"), plan=plan.digest, data=task.inline_state)
+            if self._inline_state is None or self._inline_state[0] != task.inline_state:
+                # The bytes were compared with the state's digest when the document was parsed.
+                state = read_state(
+                    Path("state"), plan=plan.digest, data=task.inline_state, verified=True
+                )
+                self._inline_state = task.inline_state, state
+            return self._inline_state[1]
         path = self._states.find(task.state.sha256)
         try:
             verified = task.state.sha256 in self._fetched
@@ -350,8 +359,9 @@ class TaskRunner:
         # Personal tensors with an anchor are an algorithm's: SCAFFOLD's control variates sum up to
         # that of the shared state, which begins at 0 in each run.
         fresh = {name.removeprefix(ANCHOR) for name in plan.roles if name.startswith(ANCHOR)}
-        kept = self.memory.personal(task.work.run, fresh).tensors
-        ours = _fitting(kept, plan.view("personal"))
+        personal = plan.view("personal")
+        kept = self.memory.personal(task.work.run, fresh).tensors if personal else {}
+        ours = _fitting(kept, personal)
         # Later entries win: optimizer and the like restart from the plan, then shared, then
         # personal.
         plan.assign({**self._fresh, **state, **ours})

@@ -11,7 +11,6 @@ that arrives together with its result, and the surrounding loop never ends.
 """
 
 import asyncio
-import contextlib
 import logging
 import math
 import random

@@ -168,6 +168,33 @@ def test_states_that_nobody_measured_follow_each_other_without_a_sync(tmp_path, 
     assert used(tmp_path, plan).tolist() == [[1], [1]]
 
 
+def test_small_states_that_follow_fast_are_written_when_no_round_follows(tmp_path, monkeypatch):
+    monkeypatch.setattr("triplane.device.model.WRITE_S", 1000.0)
+    plan, model = plans.plan(tmp_path), DeviceModel(tmp_path / "model")
+    for number in (1, 2, 3):
+        plan.assign({**plans.state(), "w": np.full((2, 1), number, np.float32)})
+        model.adopt_unmeasured(plan, unmeasured(number))
+        assert model.choice() == unmeasured(number)
+    plan.assign({**plans.state(), "w": np.full((2, 1), 77, np.float32)})  # learned since
+    assert DeviceModel(tmp_path / "model").choice() == unmeasured(1)
+    model.write_waiting()
+    assert DeviceModel(tmp_path / "model").choice() == unmeasured(3)
+    assert used(tmp_path, plan).tolist() == [[3], [3]]
+    model.adopt_unmeasured(plan, unmeasured(4))
+    model.adopt(plan, measured := replace(unmeasured(4), samples=3, accuracy=0.5))
+    model.write_waiting()  # nothing waits any more
+    assert DeviceModel(tmp_path / "model").choice() == measured
+
+
+def test_a_large_unmeasured_state_is_written_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("triplane.device.model.WRITE_S", 1000.0)
+    monkeypatch.setattr("triplane.device.model.INLINE_BYTES", 4)
+    plan, model = plans.plan(tmp_path), DeviceModel(tmp_path / "model")
+    for number in (1, 2):
+        model.adopt_unmeasured(plan, unmeasured(number))
+        assert DeviceModel(tmp_path / "model").choice() == unmeasured(number)
+
+
 def test_an_unmeasured_state_is_made_durable_once_in_a_while(tmp_path, monkeypatch):
     plan = plans.plan(tmp_path)
     adopted(tmp_path, plan, 1)
