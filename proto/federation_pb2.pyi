@@ -46,6 +46,8 @@ class Spec(_message.Message):
     ALIAS_FIELD_NUMBER: _builtins.int
     FLOWER_FIELD_NUMBER: _builtins.int
     ROBUSTNESS_FIELD_NUMBER: _builtins.int
+    MASKING_FIELD_NUMBER: _builtins.int
+    NOISE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The version to begin from, "digits@3"; an alias is resolved when the run starts."""
     population: _builtins.str
@@ -76,7 +78,7 @@ class Spec(_message.Message):
     def sampling(self) -> Global___Sampling: ...
     @_builtins.property
     def privacy(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Refused by name until they are built: masking, noise."""
+        """Of clients of earlier releases; refused by name. See `masking` and `noise`."""
 
     @_builtins.property
     def flower(self) -> Global___Flower:
@@ -85,6 +87,14 @@ class Spec(_message.Message):
     @_builtins.property
     def robustness(self) -> Global___Robustness:
         """What limits devices; absent in runs of earlier releases, which had no limits."""
+
+    @_builtins.property
+    def masking(self) -> Global___MaskedRounds:
+        """Hides each device's update from the cloud; absent: updates are in the clear."""
+
+    @_builtins.property
+    def noise(self) -> Global___Noise:
+        """Differential privacy of devices; absent: none."""
 
     def __init__(
         self,
@@ -105,14 +115,114 @@ class Spec(_message.Message):
         alias: _builtins.str = ...,
         flower: Global___Flower | None = ...,
         robustness: Global___Robustness | None = ...,
+        masking: Global___MaskedRounds | None = ...,
+        noise: Global___Noise | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cohort", b"cohort", "flower", b"flower", "hyperparameters", b"hyperparameters", "robustness", b"robustness", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cohort", b"cohort", "flower", b"flower", "hyperparameters", b"hyperparameters", "masking", b"masking", "noise", b"noise", "robustness", b"robustness", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "alias", b"alias", "cohort", b"cohort", "compression", b"compression", "evaluate_every", b"evaluate_every", "flower", b"flower", "hyperparameters", b"hyperparameters", "keep", b"keep", "model", b"model", "population", b"population", "privacy", b"privacy", "release", b"release", "robustness", b"robustness", "rounds", b"rounds", "sampling", b"sampling", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "alias", b"alias", "cohort", b"cohort", "compression", b"compression", "evaluate_every", b"evaluate_every", "flower", b"flower", "hyperparameters", b"hyperparameters", "keep", b"keep", "masking", b"masking", "model", b"model", "noise", b"noise", "population", b"population", "privacy", b"privacy", "release", b"release", "robustness", b"robustness", "rounds", b"rounds", "sampling", b"sampling", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Spec: _TypeAlias = Spec  # noqa: Y015
+
+@_typing.final
+class MaskedRounds(_message.Message):
+    """Masked rounds: the cloud learns the sum over a cohort, and of no smaller group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEAST_FIELD_NUMBER: _builtins.int
+    LOST_SHARE_FIELD_NUMBER: _builtins.int
+    COLLUDING_SHARE_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    PHASE_S_FIELD_NUMBER: _builtins.int
+    least: _builtins.int
+    """Fewest devices whose sum may be unmasked."""
+    lost_share: _builtins.float
+    """Shares of a cohort that may be lost, and that may collude with the cloud, in [0, 1)."""
+    colluding_share: _builtins.float
+    failure: _builtins.float
+    """Probability that the bounds on a device's neighbours do not hold."""
+    phase_s: _builtins.float
+    """Seconds for each phase after learning."""
+    def __init__(
+        self,
+        *,
+        least: _builtins.int = ...,
+        lost_share: _builtins.float | None = ...,
+        colluding_share: _builtins.float | None = ...,
+        failure: _builtins.float = ...,
+        phase_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_colluding_share", b"_colluding_share", "_lost_share", b"_lost_share", "colluding_share", b"colluding_share", "lost_share", b"lost_share"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_colluding_share", b"_colluding_share", "_lost_share", b"_lost_share", "colluding_share", b"colluding_share", "failure", b"failure", "least", b"least", "lost_share", b"lost_share", "phase_s", b"phase_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__colluding_share: _TypeAlias = _typing.Literal["colluding_share"]  # noqa: Y015
+    _WhichOneofArgType__colluding_share: _TypeAlias = _typing.Literal["_colluding_share", b"_colluding_share"]  # noqa: Y015
+    _WhichOneofReturnType__lost_share: _TypeAlias = _typing.Literal["lost_share"]  # noqa: Y015
+    _WhichOneofArgType__lost_share: _TypeAlias = _typing.Literal["_lost_share", b"_lost_share"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__colluding_share) -> _WhichOneofReturnType__colluding_share | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lost_share) -> _WhichOneofReturnType__lost_share | None: ...
+
+Global___MaskedRounds: _TypeAlias = MaskedRounds  # noqa: Y015
+
+@_typing.final
+class Noise(_message.Message):
+    """Differential privacy with one device as the unit."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACEMENT_FIELD_NUMBER: _builtins.int
+    CLIP_FIELD_NUMBER: _builtins.int
+    ADAPTIVE_FIELD_NUMBER: _builtins.int
+    CLIP_QUANTILE_FIELD_NUMBER: _builtins.int
+    MULTIPLIER_FIELD_NUMBER: _builtins.int
+    EPSILON_FIELD_NUMBER: _builtins.int
+    DELTA_FIELD_NUMBER: _builtins.int
+    SEPARATION_FIELD_NUMBER: _builtins.int
+    MOST_USES_FIELD_NUMBER: _builtins.int
+    CORRELATED_FIELD_NUMBER: _builtins.int
+    placement: _builtins.str
+    """Who adds it: "central" (the cloud), or "distributed" (devices, under masking)."""
+    clip: _builtins.float
+    """Largest Euclidean norm of a device's change of parameters; "adaptive" with `clip_quantile`."""
+    adaptive: _builtins.bool
+    clip_quantile: _builtins.float
+    multiplier: _builtins.float
+    """Standard deviation of a round's noise over `clip`. 0: the least that `epsilon` allows."""
+    epsilon: _builtins.float
+    """What the whole run may spend on a device."""
+    delta: _builtins.float
+    separation: _builtins.int
+    """Rounds between two uses of a device, at least; with `correlated` also the bands of the noise."""
+    most_uses: _builtins.int
+    """Uses of a device in the run, at most."""
+    correlated: _builtins.bool
+    def __init__(
+        self,
+        *,
+        placement: _builtins.str = ...,
+        clip: _builtins.float = ...,
+        adaptive: _builtins.bool = ...,
+        clip_quantile: _builtins.float = ...,
+        multiplier: _builtins.float = ...,
+        epsilon: _builtins.float = ...,
+        delta: _builtins.float = ...,
+        separation: _builtins.int = ...,
+        most_uses: _builtins.int = ...,
+        correlated: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive", b"adaptive", "clip", b"clip", "clip_quantile", b"clip_quantile", "correlated", b"correlated", "delta", b"delta", "epsilon", b"epsilon", "most_uses", b"most_uses", "multiplier", b"multiplier", "placement", b"placement", "separation", b"separation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Noise: _TypeAlias = Noise  # noqa: Y015
 
 @_typing.final
 class Robustness(_message.Message):
@@ -976,6 +1086,8 @@ class Task(_message.Message):
     INLINE_STATE_FIELD_NUMBER: _builtins.int
     INLINE_BYTES_FIELD_NUMBER: _builtins.int
     COHORT_FIELD_NUMBER: _builtins.int
+    MASKING_FIELD_NUMBER: _builtins.int
+    NOISE_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     round: _builtins.int
     lease: _builtins.bytes
@@ -1011,6 +1123,14 @@ class Task(_message.Message):
     def flower(self) -> Global___Blob:
         """A message for the device's Flower ClientApp, serialized, as a blob."""
 
+    @_builtins.property
+    def masking(self) -> Global___MaskingStep:
+        """What a masked round asks for at present; absent where updates are in the clear."""
+
+    @_builtins.property
+    def noise(self) -> Global___NoiseTerms:
+        """What the device does with its update before it leaves; absent: nothing."""
+
     def __init__(
         self,
         *,
@@ -1028,16 +1148,617 @@ class Task(_message.Message):
         inline_state: _builtins.bytes = ...,
         inline_bytes: _builtins.int = ...,
         cohort: _builtins.int = ...,
+        masking: Global___MaskingStep | None = ...,
+        noise: Global___NoiseTerms | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["evaluate", b"evaluate", "flower", b"flower", "learn", b"learn", "plan", b"plan", "sampling", b"sampling", "state", b"state", "work", b"work"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["evaluate", b"evaluate", "flower", b"flower", "learn", b"learn", "masking", b"masking", "noise", b"noise", "plan", b"plan", "sampling", b"sampling", "state", b"state", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cohort", b"cohort", "deadline_s", b"deadline_s", "evaluate", b"evaluate", "flower", b"flower", "inline_bytes", b"inline_bytes", "inline_state", b"inline_state", "learn", b"learn", "lease", b"lease", "plan", b"plan", "round", b"round", "run", b"run", "sampling", b"sampling", "seed", b"seed", "state", b"state", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cohort", b"cohort", "deadline_s", b"deadline_s", "evaluate", b"evaluate", "flower", b"flower", "inline_bytes", b"inline_bytes", "inline_state", b"inline_state", "learn", b"learn", "lease", b"lease", "masking", b"masking", "noise", b"noise", "plan", b"plan", "round", b"round", "run", b"run", "sampling", b"sampling", "seed", b"seed", "state", b"state", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_work: _TypeAlias = _typing.Literal["learn", "evaluate", "flower"]  # noqa: Y015
     _WhichOneofArgType_work: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_work) -> _WhichOneofReturnType_work | None: ...
 
 Global___Task: _TypeAlias = Task  # noqa: Y015
+
+@_typing.final
+class MaskingStep(_message.Message):
+    """One phase of a masked round. A device answers each phase once, with the same lease."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TERMS_FIELD_NUMBER: _builtins.int
+    ENCODING_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    MASK_FIELD_NUMBER: _builtins.int
+    SIGN_FIELD_NUMBER: _builtins.int
+    UNMASK_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def terms(self) -> Global___MaskingTerms: ...
+    @_builtins.property
+    def encoding(self) -> Global___MaskingEncoding: ...
+    @_builtins.property
+    def keys(self) -> Global___AdvertiseKeys:
+        """Learn, then advertise the keys of this round."""
+
+    @_builtins.property
+    def share(self) -> Global___MaskingCohort: ...
+    @_builtins.property
+    def mask(self) -> Global___ShareDelivery: ...
+    @_builtins.property
+    def sign(self) -> Global___SurvivorSet: ...
+    @_builtins.property
+    def unmask(self) -> Global___UnmaskRequest: ...
+    def __init__(
+        self,
+        *,
+        terms: Global___MaskingTerms | None = ...,
+        encoding: Global___MaskingEncoding | None = ...,
+        keys: Global___AdvertiseKeys | None = ...,
+        share: Global___MaskingCohort | None = ...,
+        mask: Global___ShareDelivery | None = ...,
+        sign: Global___SurvivorSet | None = ...,
+        unmask: Global___UnmaskRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["asks", b"asks", "encoding", b"encoding", "keys", b"keys", "mask", b"mask", "share", b"share", "sign", b"sign", "terms", b"terms", "unmask", b"unmask"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asks", b"asks", "encoding", b"encoding", "keys", b"keys", "mask", b"mask", "share", b"share", "sign", b"sign", "terms", b"terms", "unmask", b"unmask"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_asks: _TypeAlias = _typing.Literal["keys", "share", "mask", "sign", "unmask"]  # noqa: Y015
+    _WhichOneofArgType_asks: _TypeAlias = _typing.Literal["asks", b"asks"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_asks) -> _WhichOneofReturnType_asks | None: ...
+
+Global___MaskingStep: _TypeAlias = MaskingStep  # noqa: Y015
+
+@_typing.final
+class AdvertiseKeys(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdvertiseKeys: _TypeAlias = AdvertiseKeys  # noqa: Y015
+
+@_typing.final
+class MaskingTerms(_message.Message):
+    """What everybody in a masked round agrees on; every signature covers it. Run, round and base state
+    are those of the task.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    LEAST_FIELD_NUMBER: _builtins.int
+    LOST_SHARE_FIELD_NUMBER: _builtins.int
+    COLLUDING_SHARE_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    FIELDS_FIELD_NUMBER: _builtins.int
+    attempt: _builtins.int
+    group: _builtins.int
+    least: _builtins.int
+    lost_share: _builtins.float
+    colluding_share: _builtins.float
+    failure: _builtins.float
+    @_builtins.property
+    def fields(self) -> _containers.RepeatedCompositeFieldContainer[Global___MaskedField]: ...
+    def __init__(
+        self,
+        *,
+        attempt: _builtins.int = ...,
+        group: _builtins.int = ...,
+        least: _builtins.int = ...,
+        lost_share: _builtins.float = ...,
+        colluding_share: _builtins.float = ...,
+        failure: _builtins.float = ...,
+        fields: _abc.Iterable[Global___MaskedField] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "colluding_share", b"colluding_share", "failure", b"failure", "fields", b"fields", "group", b"group", "least", b"least", "lost_share", b"lost_share"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MaskingTerms: _TypeAlias = MaskingTerms  # noqa: Y015
+
+@_typing.final
+class MaskedField(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENTRIES_FIELD_NUMBER: _builtins.int
+    BITS_FIELD_NUMBER: _builtins.int
+    NOISE_BITS_FIELD_NUMBER: _builtins.int
+    entries: _builtins.int
+    bits: _builtins.int
+    noise_bits: _builtins.int
+    def __init__(
+        self,
+        *,
+        entries: _builtins.int = ...,
+        bits: _builtins.int = ...,
+        noise_bits: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bits", b"bits", "entries", b"entries", "noise_bits", b"noise_bits"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MaskedField: _TypeAlias = MaskedField  # noqa: Y015
+
+@_typing.final
+class MaskingEncoding(_message.Message):
+    """How a device writes its update as integers: its parameters, its buffers, its weight."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NORM_FIELD_NUMBER: _builtins.int
+    BUFFER_NORM_FIELD_NUMBER: _builtins.int
+    BITS_FIELD_NUMBER: _builtins.int
+    CAP_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    norm: _builtins.float
+    """Largest Euclidean norms of the changes; longer ones are scaled."""
+    buffer_norm: _builtins.float
+    bits: _builtins.int
+    """Bits of an entry."""
+    cap: _builtins.int
+    """Examples that count at most."""
+    seed: _builtins.int
+    """Of the public rotation."""
+    def __init__(
+        self,
+        *,
+        norm: _builtins.float = ...,
+        buffer_norm: _builtins.float = ...,
+        bits: _builtins.int = ...,
+        cap: _builtins.int = ...,
+        seed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bits", b"bits", "buffer_norm", b"buffer_norm", "cap", b"cap", "norm", b"norm", "seed", b"seed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MaskingEncoding: _TypeAlias = MaskingEncoding  # noqa: Y015
+
+@_typing.final
+class MaskingCohort(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADVERTISEMENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def advertisements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Advertisement]: ...
+    def __init__(
+        self,
+        *,
+        advertisements: _abc.Iterable[Global___Advertisement] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advertisements", b"advertisements"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MaskingCohort: _TypeAlias = MaskingCohort  # noqa: Y015
+
+@_typing.final
+class Advertisement(_message.Message):
+    """A device's X25519 keys for this round, signed by its identity key."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_FIELD_NUMBER: _builtins.int
+    ENCRYPTION_KEY_FIELD_NUMBER: _builtins.int
+    MASK_KEY_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    IDENTITY_KEY_FIELD_NUMBER: _builtins.int
+    device: _builtins.str
+    """SHA-256 of `identity_key` in hexadecimal, so a device is known to the others by its key only."""
+    encryption_key: _builtins.bytes
+    mask_key: _builtins.bytes
+    signature: _builtins.bytes
+    identity_key: _builtins.bytes
+    """SubjectPublicKeyInfo in DER."""
+    def __init__(
+        self,
+        *,
+        device: _builtins.str = ...,
+        encryption_key: _builtins.bytes = ...,
+        mask_key: _builtins.bytes = ...,
+        signature: _builtins.bytes = ...,
+        identity_key: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "encryption_key", b"encryption_key", "identity_key", b"identity_key", "mask_key", b"mask_key", "signature", b"signature"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Advertisement: _TypeAlias = Advertisement  # noqa: Y015
+
+@_typing.final
+class SealedShares(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class SealedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.bytes
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.bytes = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    COMMITMENT_FIELD_NUMBER: _builtins.int
+    SEALED_FIELD_NUMBER: _builtins.int
+    position: _builtins.int
+    commitment: _builtins.bytes
+    @_builtins.property
+    def sealed(self) -> _containers.ScalarMap[_builtins.int, _builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        position: _builtins.int = ...,
+        commitment: _builtins.bytes = ...,
+        sealed: _abc.Mapping[_builtins.int, _builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commitment", b"commitment", "position", b"position", "sealed", b"sealed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SealedShares: _TypeAlias = SealedShares  # noqa: Y015
+
+@_typing.final
+class ShareDelivery(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class SealedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.bytes
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.bytes = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    SHARERS_FIELD_NUMBER: _builtins.int
+    SEALED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sharers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def sealed(self) -> _containers.ScalarMap[_builtins.int, _builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        sharers: _abc.Iterable[_builtins.int] | None = ...,
+        sealed: _abc.Mapping[_builtins.int, _builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sealed", b"sealed", "sharers", b"sharers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShareDelivery: _TypeAlias = ShareDelivery  # noqa: Y015
+
+@_typing.final
+class MaskedInput(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    BLOB_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    position: _builtins.int
+    data: _builtins.bytes
+    signature: _builtins.bytes
+    @_builtins.property
+    def blob(self) -> Global___Blob:
+        """Absent if `data` has the bytes."""
+
+    def __init__(
+        self,
+        *,
+        position: _builtins.int = ...,
+        blob: Global___Blob | None = ...,
+        data: _builtins.bytes = ...,
+        signature: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blob", b"blob"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blob", b"blob", "data", b"data", "position", b"position", "signature", b"signature"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MaskedInput: _TypeAlias = MaskedInput  # noqa: Y015
+
+@_typing.final
+class SurvivorSet(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        positions: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["positions", b"positions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SurvivorSet: _TypeAlias = SurvivorSet  # noqa: Y015
+
+@_typing.final
+class SurvivorSignature(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    position: _builtins.int
+    signature: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        position: _builtins.int = ...,
+        signature: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position", "signature", b"signature"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SurvivorSignature: _TypeAlias = SurvivorSignature  # noqa: Y015
+
+@_typing.final
+class UnmaskRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class SignaturesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.bytes
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.bytes = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class ReceiptsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.bytes
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.bytes = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    SIGNATURES_FIELD_NUMBER: _builtins.int
+    RECEIPTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def signatures(self) -> _containers.ScalarMap[_builtins.int, _builtins.bytes]: ...
+    @_builtins.property
+    def receipts(self) -> _containers.ScalarMap[_builtins.int, _builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        signatures: _abc.Mapping[_builtins.int, _builtins.bytes] | None = ...,
+        receipts: _abc.Mapping[_builtins.int, _builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["receipts", b"receipts", "signatures", b"signatures"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnmaskRequest: _TypeAlias = UnmaskRequest  # noqa: Y015
+
+@_typing.final
+class RevealedShares(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class SelfMasksEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.bytes
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.bytes = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class MaskKeysEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.bytes
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.bytes = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    SELF_MASKS_FIELD_NUMBER: _builtins.int
+    MASK_KEYS_FIELD_NUMBER: _builtins.int
+    position: _builtins.int
+    @_builtins.property
+    def self_masks(self) -> _containers.ScalarMap[_builtins.int, _builtins.bytes]: ...
+    @_builtins.property
+    def mask_keys(self) -> _containers.ScalarMap[_builtins.int, _builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        position: _builtins.int = ...,
+        self_masks: _abc.Mapping[_builtins.int, _builtins.bytes] | None = ...,
+        mask_keys: _abc.Mapping[_builtins.int, _builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mask_keys", b"mask_keys", "position", b"position", "self_masks", b"self_masks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RevealedShares: _TypeAlias = RevealedShares  # noqa: Y015
+
+@_typing.final
+class MaskingAnswer(_message.Message):
+    """A device's answer to the phase of a masked round."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
+    INPUT_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
+    REVEALED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def keys(self) -> Global___Advertisement: ...
+    @_builtins.property
+    def shares(self) -> Global___SealedShares: ...
+    @_builtins.property
+    def input(self) -> Global___MaskedInput: ...
+    @_builtins.property
+    def signature(self) -> Global___SurvivorSignature: ...
+    @_builtins.property
+    def revealed(self) -> Global___RevealedShares: ...
+    def __init__(
+        self,
+        *,
+        keys: Global___Advertisement | None = ...,
+        shares: Global___SealedShares | None = ...,
+        input: Global___MaskedInput | None = ...,
+        signature: Global___SurvivorSignature | None = ...,
+        revealed: Global___RevealedShares | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "input", b"input", "keys", b"keys", "revealed", b"revealed", "shares", b"shares", "signature", b"signature"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "input", b"input", "keys", b"keys", "revealed", b"revealed", "shares", b"shares", "signature", b"signature"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["keys", "shares", "input", "signature", "revealed"]  # noqa: Y015
+    _WhichOneofArgType_answer: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_answer) -> _WhichOneofReturnType_answer | None: ...
+
+Global___MaskingAnswer: _TypeAlias = MaskingAnswer  # noqa: Y015
+
+@_typing.final
+class NoiseTerms(_message.Message):
+    """What a device does with its update, and what the round costs it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLIP_FIELD_NUMBER: _builtins.int
+    MULTIPLIER_FIELD_NUMBER: _builtins.int
+    SEPARATION_FIELD_NUMBER: _builtins.int
+    MOST_USES_FIELD_NUMBER: _builtins.int
+    DELTA_FIELD_NUMBER: _builtins.int
+    OWN_STD_FIELD_NUMBER: _builtins.int
+    CLIP_BIT_FIELD_NUMBER: _builtins.int
+    clip: _builtins.float
+    multiplier: _builtins.float
+    separation: _builtins.int
+    most_uses: _builtins.int
+    delta: _builtins.float
+    own_std: _builtins.float
+    """Of the device's own noise, in units of the encoded integers; 0: the cloud adds the noise."""
+    clip_bit: _builtins.bool
+    """Whether the device also says if its update was below `clip`."""
+    def __init__(
+        self,
+        *,
+        clip: _builtins.float = ...,
+        multiplier: _builtins.float = ...,
+        separation: _builtins.int = ...,
+        most_uses: _builtins.int = ...,
+        delta: _builtins.float = ...,
+        own_std: _builtins.float = ...,
+        clip_bit: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clip", b"clip", "clip_bit", b"clip_bit", "delta", b"delta", "most_uses", b"most_uses", "multiplier", b"multiplier", "own_std", b"own_std", "separation", b"separation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NoiseTerms: _TypeAlias = NoiseTerms  # noqa: Y015
 
 @_typing.final
 class Learn(_message.Message):
@@ -1114,6 +1835,7 @@ class Contribution(_message.Message):
     UPDATE_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
     DECLINED_FIELD_NUMBER: _builtins.int
+    MASKED_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     round: _builtins.int
     lease: _builtins.bytes
@@ -1123,6 +1845,10 @@ class Contribution(_message.Message):
     def update(self) -> Global___Update: ...
     @_builtins.property
     def score(self) -> Global___Score: ...
+    @_builtins.property
+    def masked(self) -> Global___MaskingAnswer:
+        """The answer to one phase of a masked round."""
+
     def __init__(
         self,
         *,
@@ -1132,12 +1858,13 @@ class Contribution(_message.Message):
         update: Global___Update | None = ...,
         score: Global___Score | None = ...,
         declined: _builtins.str = ...,
+        masked: Global___MaskingAnswer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["declined", b"declined", "outcome", b"outcome", "score", b"score", "update", b"update"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["declined", b"declined", "masked", b"masked", "outcome", b"outcome", "score", b"score", "update", b"update"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["declined", b"declined", "lease", b"lease", "outcome", b"outcome", "round", b"round", "run", b"run", "score", b"score", "update", b"update"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["declined", b"declined", "lease", b"lease", "masked", b"masked", "outcome", b"outcome", "round", b"round", "run", b"run", "score", b"score", "update", b"update"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["update", "score", "declined"]  # noqa: Y015
+    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["update", "score", "declined", "masked"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
 

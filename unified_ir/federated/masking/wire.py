@@ -1,0 +1,203 @@
+"""Messages of a masked round as protobuf (federation.proto), and back.
+
+Whatever `..._of` returns is only well-formed: the state machines check what it means. InvalidInput
+for more than a cohort can have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sized
+
+from triplane.proto import federation_pb2 as pb
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.masking.integers import MaskedField
+from triplane.unified_ir.federated.masking.messages import (
+    MAX_FIELDS,
+    Advertisement,
+    MaskedInput,
+    MaskingCohort,
+    MaskingTerms,
+    RevealedShares,
+    SealedShares,
+    ShareDelivery,
+    SurvivorSet,
+    SurvivorSignature,
+    UnmaskRequest,
+)
+from triplane.unified_ir.federated.masking.parameters import MAX_COHORT
+
+MAX_KEY_BYTES = 1024
+"""Largest identity key in DER; one of P-256 has 91 bytes."""
+
+
+def pseudonym(identity_key: bytes) -> str:
+    """Return the name of a device in masked rounds: the SHA-256 of its identity key (DER)."""
+    return hashlib.sha256(identity_key).hexdigest()
+
+
+def terms_message(terms: MaskingTerms) -> pb.MaskingTerms:
+    """Return the terms without run, round and base, which the task has."""
+    return pb.MaskingTerms(
+        attempt=terms.attempt,
+        group=terms.group,
+        least=terms.least,
+        lost_share=terms.lost_share,
+        colluding_share=terms.colluding_share,
+        failure=terms.failure,
+        fields=[
+            pb.MaskedField(entries=f.entries, bits=f.bits, noise_bits=f.noise_bits)
+            for f in terms.fields
+        ],
+    )
+
+
+def terms_of(message: pb.MaskingTerms, *, run: str, round_: int, base: bytes) -> MaskingTerms:
+    """Return the terms of a task."""
+    if len(message.fields) > MAX_FIELDS:
+        raise InvalidInput(f"masking has at most {MAX_FIELDS} fields, got {len(message.fields)}")
+    return MaskingTerms(
+        run=run,
+        base=base,
+        round=round_,
+        attempt=message.attempt,
+        group=message.group,
+        fields=tuple(MaskedField(f.entries, f.bits, f.noise_bits) for f in message.fields),
+        least=message.least,
+        lost_share=message.lost_share,
+        colluding_share=message.colluding_share,
+        failure=message.failure,
+    )
+
+
+def advertisement_message(advertisement: Advertisement, identity_key: bytes) -> pb.Advertisement:
+    """Return the keys of a device with the identity key (DER) that its name is the digest of."""
+    return pb.Advertisement(
+        device=advertisement.device,
+        encryption_key=advertisement.encryption_key,
+        mask_key=advertisement.mask_key,
+        signature=advertisement.signature,
+        identity_key=identity_key,
+    )
+
+
+def advertisement_of(message: pb.Advertisement) -> tuple[Advertisement, bytes]:
+    """Return the keys and the identity key. InvalidInput unless the name is the key's digest."""
+    key = message.identity_key
+    if len(key) > MAX_KEY_BYTES or message.device != pseudonym(key):
+        raise InvalidInput(
+            f"a device in a masked round is named by the SHA-256 of its identity key, of at most "
+            f"{MAX_KEY_BYTES} bytes; {message.device[:64]!r} is not that of its {len(key)} bytes"
+        )
+    advertisement = Advertisement(
+        device=message.device,
+        encryption_key=message.encryption_key,
+        mask_key=message.mask_key,
+        signature=message.signature,
+    )
+    return advertisement, key
+
+
+def cohort_message(cohort: MaskingCohort, keys: Mapping[str, bytes]) -> pb.MaskingCohort:
+    """Return the cohort. keys: identity keys (DER) by device."""
+    return pb.MaskingCohort(
+        advertisements=[advertisement_message(a, keys[a.device]) for a in cohort.advertisements]
+    )
+
+
+def cohort_of(message: pb.MaskingCohort) -> tuple[MaskingCohort, dict[str, bytes]]:
+    """Return the cohort, and the identity key (DER) of each device."""
+    _check_count(message.advertisements)
+    parsed = [advertisement_of(a) for a in message.advertisements]
+    keys = {advertisement.device: key for advertisement, key in parsed}
+    return MaskingCohort(advertisements=tuple(a for a, _ in parsed)), keys
+
+
+def shares_message(shares: SealedShares) -> pb.SealedShares:
+    """Return the encrypted shares of a device."""
+    return pb.SealedShares(
+        position=shares.position, commitment=shares.commitment, sealed=dict(shares.sealed)
+    )
+
+
+def shares_of(message: pb.SealedShares) -> SealedShares:
+    """Return the encrypted shares of a device."""
+    _check_count(message.sealed)
+    return SealedShares(
+        position=message.position, commitment=message.commitment, sealed=dict(message.sealed)
+    )
+
+
+def delivery_message(delivery: ShareDelivery) -> pb.ShareDelivery:
+    """Return what a device's neighbours sealed for it."""
+    return pb.ShareDelivery(sharers=delivery.sharers, sealed=dict(delivery.sealed))
+
+
+def delivery_of(message: pb.ShareDelivery) -> ShareDelivery:
+    """Return what a device's neighbours sealed for it."""
+    _check_count(message.sharers)
+    _check_count(message.sealed)
+    return ShareDelivery(sharers=tuple(message.sharers), sealed=dict(message.sealed))
+
+
+def input_of(message: pb.MaskedInput, data: bytes) -> MaskedInput:
+    """Return a masked input. data: its bytes, which the message or a blob has."""
+    return MaskedInput(position=message.position, data=data, signature=message.signature)
+
+
+def survivors_message(survivors: SurvivorSet) -> pb.SurvivorSet:
+    """Return the list of survivors."""
+    return pb.SurvivorSet(positions=survivors.positions)
+
+
+def survivors_of(message: pb.SurvivorSet) -> SurvivorSet:
+    """Return the list of survivors."""
+    _check_count(message.positions)
+    return SurvivorSet(positions=tuple(message.positions))
+
+
+def signature_message(signature: SurvivorSignature) -> pb.SurvivorSignature:
+    """Return a device's signature over the survivors."""
+    return pb.SurvivorSignature(position=signature.position, signature=signature.signature)
+
+
+def signature_of(message: pb.SurvivorSignature) -> SurvivorSignature:
+    """Return a device's signature over the survivors."""
+    return SurvivorSignature(position=message.position, signature=message.signature)
+
+
+def request_message(request: UnmaskRequest) -> pb.UnmaskRequest:
+    """Return the signatures that allow a device to reveal its shares."""
+    return pb.UnmaskRequest(signatures=dict(request.signatures), receipts=dict(request.receipts))
+
+
+def request_of(message: pb.UnmaskRequest) -> UnmaskRequest:
+    """Return the signatures that allow a device to reveal its shares."""
+    _check_count(message.signatures)
+    _check_count(message.receipts)
+    return UnmaskRequest(signatures=dict(message.signatures), receipts=dict(message.receipts))
+
+
+def revealed_message(revealed: RevealedShares) -> pb.RevealedShares:
+    """Return the shares that a device reveals."""
+    return pb.RevealedShares(
+        position=revealed.position,
+        self_masks=dict(revealed.self_masks),
+        mask_keys=dict(revealed.mask_keys),
+    )
+
+
+def revealed_of(message: pb.RevealedShares) -> RevealedShares:
+    """Return the shares that a device reveals."""
+    _check_count(message.self_masks)
+    _check_count(message.mask_keys)
+    return RevealedShares(
+        position=message.position,
+        self_masks=dict(message.self_masks),
+        mask_keys=dict(message.mask_keys),
+    )
+
+
+def _check_count(items: Sized) -> None:
+    if len(items) > MAX_COHORT:
+        raise InvalidInput(f"a masked cohort has at most {MAX_COHORT} devices, got {len(items)}")
