@@ -91,11 +91,13 @@ def parse_facts(kind: type[F], properties: Iterable[tuple[str, str]]) -> F:
 class PendingUpdate:
     """An update that waits for its settlement.
 
-    path: its file, which does not exist if the update is held in memory; see `Memory.hold`.
+    path: its file, which does not exist if the update is held in memory; see `Memory.hold`. layout:
+    digest of its layout if it is a vector, else empty.
     """
 
     path: Path
     facts: UpdateFacts
+    layout: bytes = b""
 
 
 class Memory:
@@ -149,14 +151,14 @@ class Memory:
         self._verified[path] = PendingUpdate(path, facts)
         return self._verified[path]
 
-    def hold(self, facts: UpdateFacts, update: Path | bytes) -> PendingUpdate:
+    def hold(self, facts: UpdateFacts, update: Path | bytes, layout: bytes = b"") -> PendingUpdate:
         """Keep an update that implies nothing, without a sync: it can be learned again.
 
-        update, Conflict: as for `keep`.
+        update, Conflict: as for `keep`. layout: see `PendingUpdate`.
         """
         path = self._free(facts)
         self._take(path, update)
-        self._held[path] = PendingUpdate(path, facts)
+        self._held[path] = PendingUpdate(path, facts, layout)
         return self._held[path]
 
     def _take(self, path: Path, update: Path | bytes) -> None:

@@ -38,7 +38,12 @@ from triplane.proto.disk import OS_DISK, write_atomic
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, TriplaneError, Unavailable
 from triplane.proto.transfer import download, upload
 from triplane.unified_ir.federated.core.draws import Array
-from triplane.unified_ir.federated.core.files import encode_update, read_state, write_update
+from triplane.unified_ir.federated.core.files import (
+    encode_update,
+    like_of,
+    read_state,
+    write_update,
+)
 from triplane.unified_ir.federated.core.learn import (
     ANCHOR,
     Shard,
@@ -47,6 +52,7 @@ from triplane.unified_ir.federated.core.learn import (
     learn,
     shared,
 )
+from triplane.unified_ir.federated.core.vector import VectorLayout, encode_vector
 from triplane.unified_ir.files.container import Container
 from triplane.unified_ir.runtime.plan import Plan
 from triplane.unified_ir.runtime.session import CancellationToken as GraphStop
@@ -104,6 +110,7 @@ class TaskRunner:
         self._plan_blob = b""
         self._fetched: set[bytes] = set()  # the state that this process fetched and verified
         self._fresh: dict[str, Array] = {}
+        self._layout = VectorLayout.of({})  # of the present plan
         self._inline_state: tuple[bytes, Mapping[str, Array]] | None = None  # of this plan
 
     def do(self, task: Task, stop: StopToken, wanted: Iterable[Blob] = ()) -> pb.Contribution:
@@ -150,6 +157,10 @@ class TaskRunner:
             # The update of this lease was stored before a crash or a lost link: send the same
             # bytes, unless its plan is not signed any more (or never was: an earlier release).
             if pending.facts.lease == task.lease:
+                if pending.layout and not self._takes_vector(pending, task):
+                    # The cloud is of another release now: learn again, for a file.
+                    self.memory.settle(pending, counted=False)
+                    continue
                 self._signed.require(task, self._fetch(task.plan, self._blobs, wanted, stop))
                 return self._contribution_of(pending, task, stop)
             if pending.facts.run == task.work.run and task.kind in WRITERS:
@@ -177,6 +188,10 @@ class TaskRunner:
                 # Also after an error: a task that always fails must not get unlimited steps out of
                 # a plan that limits them.
                 self.memory.note_spent(plan.digest, plan.steps, plan.spent_s)
+
+    def _takes_vector(self, pending: PendingUpdate, task: Task) -> bool:
+        fits = self.memory.inline_of(pending, task.inline_bytes) is not None
+        return task.takes_vector and fits
 
     def learn(self, plan: Plan, task: Task, stop: StopToken) -> pb.Contribution:
         """Learn; an update that implies something is on the disk before any byte of it is sent."""
@@ -238,6 +253,9 @@ class TaskRunner:
     def _written(
         self, plan: Plan, task: Task, facts: UpdateFacts, change: Mapping[str, Array]
     ) -> PendingUpdate:
+        is_durable, layout = not _can_repeat(plan, task), self._layout
+        if task.takes_vector and not is_durable and layout.size <= task.inline_bytes:
+            return self.memory.hold(facts, encode_vector(change, layout), layout.digest)
         options: dict[str, Any] = {
             "run": facts.run,
             "round": facts.round,
@@ -249,7 +267,6 @@ class TaskRunner:
             "device": task.work.device,
             "buffers": buffers(plan.roles),
         }
-        is_durable = not _can_repeat(plan, task)
         update: Path | bytes
         if sum(x.nbytes for x in change.values()) <= task.inline_bytes:
             update, remainder = encode_update(change, **options)
@@ -280,8 +297,11 @@ class TaskRunner:
             examples=facts.examples,
             loss=facts.loss,
             seconds=facts.seconds,
-            inline=data or b"",
         )
+        if pending.layout:
+            update.vector.CopyFrom(pb.UpdateVector(data=data, layout=pending.layout))
+        elif data is not None:
+            update.inline = data
         lease = bytes.fromhex(facts.lease)
         return pb.Contribution(run=facts.run, round=facts.round, lease=lease, update=update)
 
@@ -324,6 +344,8 @@ class TaskRunner:
             self._shard = shard_for(plan, self._samples)
             check_labels(plan, self._shard)
             of_run = set(shared(plan.roles))
+            shared_state = {n: x for n, x in plan.view().items() if n in of_run}
+            self._layout = VectorLayout.of(like_of(shared_state))
             kept = (n for n in plan.roles if n not in of_run and not n.startswith(ANCHOR))
             initial = plan.view()
             self._fresh = {name: initial[name].copy() for name in kept}

@@ -45,8 +45,9 @@ class Task:
     clock of `work_set_of`'s `now_s`. steps: number of steps of adaptation. message: the message for
     this device's own app.
     inline_state: the verified bytes of the state, if they came with the task. inline_bytes: largest
-    update that is sent within its contribution. cohort: fewest updates of which the next state is
-    computed, as the cloud says; 0 if it does not. document: the message that it was parsed from.
+    update that is sent within its contribution; takes_vector: whether it may then be a vector.
+    cohort: fewest updates of which the next state is computed, as the cloud says; 0 if it does not.
+    document: the message that it was parsed from.
     """
 
     kind: str
@@ -61,6 +62,7 @@ class Task:
     message: Blob | None = None
     inline_state: bytes = b""
     inline_bytes: int = 0
+    takes_vector: bool = False
     cohort: int = 0
     document: pb.Task = field(default_factory=pb.Task, repr=False, compare=False)
 
@@ -134,6 +136,7 @@ def _task(message: pb.Task, device: str, max_blob_bytes: int, now_s: float) -> T
         inline_state=_inline_state(message),
         # The cloud may ask for more than this device puts into one message of the session.
         inline_bytes=min(message.inline_bytes, INLINE_BYTES),
+        takes_vector=message.takes_vector,
         cohort=min(message.cohort, MAX_LEAST),
         document=message,
     )

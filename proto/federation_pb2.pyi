@@ -1088,6 +1088,7 @@ class Task(_message.Message):
     COHORT_FIELD_NUMBER: _builtins.int
     MASKING_FIELD_NUMBER: _builtins.int
     NOISE_FIELD_NUMBER: _builtins.int
+    TAKES_VECTOR_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     round: _builtins.int
     lease: _builtins.bytes
@@ -1101,6 +1102,10 @@ class Task(_message.Message):
     """Largest update, in bytes, that is sent in its contribution; 0: every update is uploaded."""
     cohort: _builtins.int
     """Fewest updates of which the next state is computed; 0 from clouds of earlier releases."""
+    takes_vector: _builtins.bool
+    """Whether an update of at most `inline_bytes` may come as a vector. False from clouds of earlier
+    releases, and where updates are compressed.
+    """
     @_builtins.property
     def plan(self) -> Global___Blob:
         """A plan file, the same for the whole run."""
@@ -1150,10 +1155,11 @@ class Task(_message.Message):
         cohort: _builtins.int = ...,
         masking: Global___MaskingStep | None = ...,
         noise: Global___NoiseTerms | None = ...,
+        takes_vector: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["evaluate", b"evaluate", "flower", b"flower", "learn", b"learn", "masking", b"masking", "noise", b"noise", "plan", b"plan", "sampling", b"sampling", "state", b"state", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cohort", b"cohort", "deadline_s", b"deadline_s", "evaluate", b"evaluate", "flower", b"flower", "inline_bytes", b"inline_bytes", "inline_state", b"inline_state", "learn", b"learn", "lease", b"lease", "masking", b"masking", "noise", b"noise", "plan", b"plan", "round", b"round", "run", b"run", "sampling", b"sampling", "seed", b"seed", "state", b"state", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cohort", b"cohort", "deadline_s", b"deadline_s", "evaluate", b"evaluate", "flower", b"flower", "inline_bytes", b"inline_bytes", "inline_state", b"inline_state", "learn", b"learn", "lease", b"lease", "masking", b"masking", "noise", b"noise", "plan", b"plan", "round", b"round", "run", b"run", "sampling", b"sampling", "seed", b"seed", "state", b"state", "takes_vector", b"takes_vector", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_work: _TypeAlias = _typing.Literal["learn", "evaluate", "flower"]  # noqa: Y015
     _WhichOneofArgType_work: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015
@@ -1879,6 +1885,7 @@ class Update(_message.Message):
     LOSS_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     INLINE_FIELD_NUMBER: _builtins.int
+    VECTOR_FIELD_NUMBER: _builtins.int
     examples: _builtins.int
     loss: _builtins.float
     seconds: _builtins.float
@@ -1886,6 +1893,10 @@ class Update(_message.Message):
     """The bytes of `blob`, if they were not uploaded."""
     @_builtins.property
     def blob(self) -> Global___Blob: ...
+    @_builtins.property
+    def vector(self) -> Global___UpdateVector:
+        """The bytes of `blob` as a vector instead of a file."""
+
     def __init__(
         self,
         *,
@@ -1894,14 +1905,42 @@ class Update(_message.Message):
         loss: _builtins.float = ...,
         seconds: _builtins.float = ...,
         inline: _builtins.bytes = ...,
+        vector: Global___UpdateVector | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blob", b"blob"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blob", b"blob", "vector", b"vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blob", b"blob", "examples", b"examples", "inline", b"inline", "loss", b"loss", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blob", b"blob", "examples", b"examples", "inline", b"inline", "loss", b"loss", "seconds", b"seconds", "vector", b"vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Update: _TypeAlias = Update  # noqa: Y015
+
+@_typing.final
+class UpdateVector(_message.Message):
+    """The numbers of an update that is not compressed, without names: the tensors one after another,
+    those with larger elements first, then by name; little-endian, rows of a tensor in order.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    layout: _builtins.bytes
+    """SHA-256 of names, types and shapes in that order; see federated/core/vector.py."""
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+        layout: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "layout", b"layout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateVector: _TypeAlias = UpdateVector  # noqa: Y015
 
 @_typing.final
 class Settlement(_message.Message):

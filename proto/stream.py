@@ -46,7 +46,7 @@ SILENT_BEATS: Final = 3
 """Heartbeats without a frame after which a peer counts as dead."""
 LINGER_S: Final = 0.005
 """How long the cloud's acknowledgement waits for a message that can carry it."""
-CALLER_LINGER_S: Final = 0.25
+CALLER_LINGER_S: Final = 0.05
 """The same of a caller, which has no sender that waits: it acknowledges documents."""
 LAST_WRITE_S: Final = 5.0
 """Longest wait of an ending stream for the frame being written and the goodbye."""
