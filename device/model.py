@@ -6,9 +6,9 @@ state stays only while it is better than every later shared state. The model is 
 
 Without a measurement the model is the newest shared state, which changes with every task. Such
 states are written to `personal/model.newest` without a sync, and to the durable file when a run
-begins and once in `SYNC_S`; after a power cut the model may be older by that time. Small ones are
-written once in `WRITE_S`, and when no round follows (`write_waiting`), so that after a kill the
-model may be older by that time.
+begins and once in `SYNC_S`; after a power cut the model may be older by that time. While rounds
+follow each other fast, small ones are written once in `WRITE_S`; the last one is written after
+`WAIT_S`. After a kill the model may be older by that time.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ SHARED: Final = "shared"
 PERSONAL: Final = "personal"
 SYNC_S: Final = 60.0
 """Seconds between two durable writes of states that were not measured."""
-WRITE_S: Final = 1.0
-"""Seconds between two writes of small states that were not measured."""
+WRITE_S: Final = 5.0
+"""Seconds between two writes of small states that were not measured, while rounds follow fast."""
+WAIT_S: Final = 1.0
+"""Seconds that a small state waits for the next one before it is written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +108,7 @@ class DeviceModel:
             None  # the newest unmeasured one, and when
         )
         self._waiting: _Checkpoint | None = None  # newer than the files
+        self._waits_since_s = 0.0
 
     def choice(self) -> ModelChoice | None:
         """Return the newest choice. A damaged file is removed; the next state replaces it."""
@@ -143,7 +146,8 @@ class DeviceModel:
         state = plan.view()
         if self._was_just_written(choice) and sum(x.nbytes for x in state.values()) <= INLINE_BYTES:
             # Copied, because learning changes the plan's state.
-            self._waiting = _checkpoint(plan, choice, {name: x.copy() for name, x in state.items()})
+            copies = {name: x.copy() for name, x in state.items()}
+            self._waiting, self._waits_since_s = _checkpoint(plan, choice, copies), time.monotonic()
             return
         durable = _read(self._path)
         if durable and _follows(choice, durable) and _age_s(self._path) < SYNC_S:
@@ -160,8 +164,9 @@ class DeviceModel:
         return _follows(choice, written) and time.monotonic() - at_s < WRITE_S
 
     def write_waiting(self) -> None:
-        """Write the newest state if it waits for the next one to replace it."""
-        if (newest := self._waiting) is not None:
+        """Write the newest state if it has waited for the next one long enough."""
+        newest, waited_s = self._waiting, time.monotonic() - self._waits_since_s
+        if newest is not None and waited_s >= WAIT_S:
             self._write(self._newest, newest, UNSYNCED)
             self._written = newest.choice, time.monotonic()
 

@@ -169,6 +169,7 @@ def test_states_that_nobody_measured_follow_each_other_without_a_sync(tmp_path, 
 
 
 def test_small_states_that_follow_fast_are_written_when_no_round_follows(tmp_path, monkeypatch):
+    monkeypatch.setattr("triplane.device.model.WAIT_S", 1000.0)
     monkeypatch.setattr("triplane.device.model.WRITE_S", 1000.0)
     plan, model = plans.plan(tmp_path), DeviceModel(tmp_path / "model")
     for number in (1, 2, 3):
@@ -176,7 +177,9 @@ def test_small_states_that_follow_fast_are_written_when_no_round_follows(tmp_pat
         model.adopt_unmeasured(plan, unmeasured(number))
         assert model.choice() == unmeasured(number)
     plan.assign({**plans.state(), "w": np.full((2, 1), 77, np.float32)})  # learned since
+    model.write_waiting()
     assert DeviceModel(tmp_path / "model").choice() == unmeasured(1)
+    monkeypatch.setattr("triplane.device.model.WAIT_S", 0.0)
     model.write_waiting()
     assert DeviceModel(tmp_path / "model").choice() == unmeasured(3)
     assert used(tmp_path, plan).tolist() == [[3], [3]]

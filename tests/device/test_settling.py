@@ -361,6 +361,32 @@ def test_a_measured_model_is_not_dropped_for_the_unmeasured_one_of_another_run(t
     assert (choice.plan, choice.accuracy) == (measured, 1.0)
 
 
+def test_an_idle_device_writes_the_last_state_of_rounds_that_followed_fast(tmp_path, monkeypatch):
+    for name, seconds in (("client.IDLE_S", 0.05), ("model.WAIT_S", 0.0), ("model.WRITE_S", 99.0)):
+        monkeypatch.setattr(f"triplane.device.{name}", seconds)
+
+    async def story():
+        async with staged(tmp_path / "stage") as stage:
+            client = client_at(stage, tmp_path / "ann", plans.shard(held_out=0))
+            async with serving(client):
+                await stage.offer()
+                plan, digest = stage.plan()
+                for number in (1, 2, 3):
+                    w = np.full((2, 1), number, np.float32)
+                    more = {"plan": plan, "state": stage.state(digest, w=w), "round": number}
+                    stage.tell(
+                        stage.task(number, **more), settled=[settlement(number - 1, counted=True)]
+                    )
+                    await stage.contribution(lease(number))
+                    assert client.choice().round == 1
+                stage.tell(settled=[settlement(3, counted=True)])
+                while client.choice().round == 1:  # noqa: ASYNC110 -- written by a thread
+                    await asyncio.sleep(0.01)
+                return client.choice().round
+
+    assert within(story()) == 3
+
+
 def test_a_small_state_and_update_ride_in_messages_and_stay_the_same_after_a_restart(tmp_path):
     """No file of either comes or goes; the next process sends the very bytes again."""
 
