@@ -7,8 +7,8 @@ state stays only while it is better than every later shared state. The model is 
 Without a measurement the model is the newest shared state, which changes with every task. Such
 states are written to `personal/model.newest` without a sync, and to the durable file when a run
 begins and once in `SYNC_S`; after a power cut the model may be older by that time. While rounds
-follow each other fast, small ones are written once in `WRITE_S`; the last one is written after
-`WAIT_S`. After a kill the model may be older by that time.
+follow each other fast, one is written in `WRITE_S`, and the last after `WAIT_S`. After a kill the
+model may be older by that time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from triplane.device.memory import UNSYNCED, drop, parse_facts
 from triplane.proto.disk import OS_DISK, Disk
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 from triplane.unified_ir.federated.core.draws import Array
-from triplane.unified_ir.federated.core.files import INLINE_BYTES
 from triplane.unified_ir.federated.core.learn import (
     EVALUATE,
     Learner,
@@ -46,9 +45,9 @@ PERSONAL: Final = "personal"
 SYNC_S: Final = 60.0
 """Seconds between two durable writes of states that were not measured."""
 WRITE_S: Final = 5.0
-"""Seconds between two writes of small states that were not measured, while rounds follow fast."""
+"""Seconds between two writes of states that were not measured, while rounds follow fast."""
 WAIT_S: Final = 1.0
-"""Seconds that a small state waits for the next one before it is written."""
+"""Seconds that a state waits for the next one before it is written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,13 +140,20 @@ class DeviceModel:
             drop(path)
             raise Conflict(f"a power cut damaged the newest state: {error}; ask again") from error
 
-    def adopt_unmeasured(self, plan: Plan, choice: ModelChoice) -> None:
-        """Make the plan's state the model, with a write and with a sync only now and then."""
+    def adopt_unmeasured(
+        self, plan: Plan, choice: ModelChoice, assigned: Mapping[str, Array]
+    ) -> None:
+        """Make the plan's state the model, with a write and with a sync only now and then.
+
+        assigned: the arrays that the plan was assigned, which nobody changes.
+        """
         state = plan.view()
-        if self._was_just_written(choice) and sum(x.nbytes for x in state.values()) <= INLINE_BYTES:
-            # Copied, because learning changes the plan's state.
-            copies = {name: x.copy() for name, x in state.items()}
-            self._waiting, self._waits_since_s = _checkpoint(plan, choice, copies), time.monotonic()
+        # Learning changes the plan's own arrays; a copy of them could exceed the device's memory.
+        if self._was_just_written(choice) and assigned.keys() == state.keys():
+            self._waiting, self._waits_since_s = (
+                _checkpoint(plan, choice, assigned),
+                time.monotonic(),
+            )
             return
         durable = _read(self._path)
         if durable and _follows(choice, durable) and _age_s(self._path) < SYNC_S:

@@ -111,6 +111,7 @@ class TaskRunner:
         self._fetched: set[bytes] = set()  # the state that this process fetched and verified
         self._fresh: dict[str, Array] = {}
         self._layout = VectorLayout.of({})  # of the present plan
+        self._assigned: Mapping[str, Array] = {}  # the start of the present round
         self._inline_state: tuple[bytes, Mapping[str, Array]] | None = None  # of this plan
 
     def do(self, task: Task, stop: StopToken, wanted: Iterable[Blob] = ()) -> pb.Contribution:
@@ -339,7 +340,7 @@ class TaskRunner:
     def _plan_of(self, task: Task, path: Path) -> Plan:
         if self._plan is None or self._plan_blob != task.plan.sha256:
             # Free the old plan before loading the new one: the device may lack memory for both.
-            self._plan, self._fresh, self._inline_state = None, {}, None
+            self._plan, self._fresh, self._assigned, self._inline_state = None, {}, {}, None
             plan = Plan.load(path, options=OPTIONS)
             self._shard = shard_for(plan, self._samples)
             check_labels(plan, self._shard)
@@ -386,7 +387,8 @@ class TaskRunner:
         ours = _fitting(kept, personal)
         # Later entries win: optimizer and the like restart from the plan, then shared, then
         # personal.
-        plan.assign({**self._fresh, **state, **ours})
+        self._assigned = {**self._fresh, **state, **ours}
+        plan.assign(self._assigned)
 
     def _adopt_unmeasured(self, plan: Plan, task: Task) -> None:
         """Use the shared state if no model was measured: at first, or with nothing held out.
@@ -397,7 +399,10 @@ class TaskRunner:
         if not choice or not choice.samples or not self._shard.held_out_samples:
             work = task.work
             new = ModelChoice(run=work.run, round=work.round, plan=blob, chosen=SHARED)
-            self.model.adopt_unmeasured(plan, new)
+            assigned = self._assigned
+            anchors = {n: n.removeprefix(ANCHOR) for n in plan.roles if n.startswith(ANCHOR)}
+            at_start = {n: assigned[base] for n, base in anchors.items() if base in assigned}
+            self.model.adopt_unmeasured(plan, new, {**at_start, **assigned})
 
 
 class InProcessExecutor(TaskRunner):
