@@ -20,6 +20,7 @@ from typing import BinaryIO, Final, TypeVar, get_type_hints
 
 from triplane.proto.disk import OS_DISK, OsDisk, write_atomic
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput
+from triplane.proto.transfer import Buffers
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.files import container
 from triplane.unified_ir.files.container import Container
@@ -107,6 +108,7 @@ class Memory:
         self._personal, self._pending = personal, pending
         self._verified: dict[Path, PendingUpdate] = {}
         self._small: dict[Path, bytes] = {}
+        self._large: dict[Path, Buffers] = {}
         self._held: dict[Path, PendingUpdate] = {}
         self._files: set[Path] | None = None  # of unsettled updates; listed once
 
@@ -151,13 +153,19 @@ class Memory:
         self._verified[path] = PendingUpdate(path, facts)
         return self._verified[path]
 
-    def hold(self, facts: UpdateFacts, update: Path | bytes, layout: bytes = b"") -> PendingUpdate:
+    def hold(
+        self, facts: UpdateFacts, update: Path | bytes | Buffers, layout: bytes = b""
+    ) -> PendingUpdate:
         """Keep an update that implies nothing, without a sync: it can be learned again.
 
-        update, Conflict: as for `keep`. layout: see `PendingUpdate`.
+        update: as for `keep`, or a large vector, which stays in memory. layout: see
+        `PendingUpdate`. Conflict: as for `keep`.
         """
         path = self._free(facts)
-        self._take(path, update)
+        if isinstance(update, Path | bytes):
+            self._take(path, update)
+        else:
+            self._large[path] = update
         self._held[path] = PendingUpdate(path, facts, layout)
         return self._held[path]
 
@@ -175,8 +183,8 @@ class Memory:
         # The older update may have counted, and then its personal state must still take effect.
         if waiting is not None and waiting.facts.lease != facts.lease:
             raise Conflict(unsettled(waiting.facts))
-        self._held.pop(path, None)
-        self._small.pop(path, None)
+        for kept in (self._held, self._small, self._large):
+            kept.pop(path, None)
         drop(path.with_suffix(".out"))
         return path
 
@@ -194,13 +202,21 @@ class Memory:
         """Return the update alone, if it has at most `most` bytes."""
         if pending.path not in self._small:
             if pending.path in self._held:
-                return None  # it is in a file, because it is too large
+                return None  # it is in a file or in buffers, because it is too large
             file = Container(pending.path, kind=KIND)
             if file.manifest.part(UPDATE).size > most:
                 return None
             self._small[pending.path] = bytes(file.part(UPDATE))
         data = self._small[pending.path]
         return data if len(data) <= most else None
+
+    def source_of(self, pending: PendingUpdate) -> Path | Buffers:
+        """Return the update alone, which has the same bytes each time: as a file, or a vector."""
+        if pending.path in self._large:
+            return self._large[pending.path]
+        return (
+            (memoryview(self._small[pending.path]),) if pending.layout else self.bytes_of(pending)
+        )
 
     def bytes_of(self, pending: PendingUpdate) -> Path:
         """Return the update alone as a file, which has the same bytes each time."""
@@ -219,8 +235,8 @@ class Memory:
             path = self._personal / f"{pending.facts.run}.state"
             container.write(path, KIND, _parts(implied))
             self._forget_oldest("*.state")
-        self._verified.pop(pending.path, None)
-        self._small.pop(pending.path, None)
+        for kept in (self._verified, self._small, self._large):
+            kept.pop(pending.path, None)
         # Removed last: after a crash before this line the same settlement is applied again, with
         # the same result.
         if held is None:

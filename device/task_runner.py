@@ -36,7 +36,7 @@ from triplane.proto.blobs import BlobFolder, digest_of
 from triplane.proto.channels import connect
 from triplane.proto.disk import OS_DISK, write_atomic
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, TriplaneError, Unavailable
-from triplane.proto.transfer import download, upload
+from triplane.proto.transfer import download, size_of, upload
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.files import (
     encode_update,
@@ -52,7 +52,7 @@ from triplane.unified_ir.federated.core.learn import (
     learn,
     shared,
 )
-from triplane.unified_ir.federated.core.vector import VectorLayout, encode_vector
+from triplane.unified_ir.federated.core.vector import VectorLayout, vector_buffers
 from triplane.unified_ir.files.container import Container
 from triplane.unified_ir.runtime.plan import Plan
 from triplane.unified_ir.runtime.session import CancellationToken as GraphStop
@@ -158,8 +158,8 @@ class TaskRunner:
             # The update of this lease was stored before a crash or a lost link: send the same
             # bytes, unless its plan is not signed any more (or never was: an earlier release).
             if pending.facts.lease == task.lease:
-                if pending.layout and not self._takes_vector(pending, task):
-                    # The cloud is of another release now: learn again, for a file.
+                if pending.layout and not task.takes_vector:
+                    # The cloud is of an earlier release now: learn again, for a file.
                     self.memory.settle(pending, counted=False)
                     continue
                 self._signed.require(task, self._fetch(task.plan, self._blobs, wanted, stop))
@@ -189,10 +189,6 @@ class TaskRunner:
                 # Also after an error: a task that always fails must not get unlimited steps out of
                 # a plan that limits them.
                 self.memory.note_spent(plan.digest, plan.steps, plan.spent_s)
-
-    def _takes_vector(self, pending: PendingUpdate, task: Task) -> bool:
-        fits = self.memory.inline_of(pending, task.inline_bytes) is not None
-        return task.takes_vector and fits
 
     def learn(self, plan: Plan, task: Task, stop: StopToken) -> pb.Contribution:
         """Learn; an update that implies something is on the disk before any byte of it is sent."""
@@ -255,8 +251,10 @@ class TaskRunner:
         self, plan: Plan, task: Task, facts: UpdateFacts, change: Mapping[str, Array]
     ) -> PendingUpdate:
         is_durable, layout = not _can_repeat(plan, task), self._layout
-        if task.takes_vector and not is_durable and layout.size <= task.inline_bytes:
-            return self.memory.hold(facts, encode_vector(change, layout), layout.digest)
+        if task.takes_vector and not is_durable:
+            buffers_ = vector_buffers(change, layout, task.lease)
+            vector = b"".join(buffers_) if layout.size <= task.inline_bytes else buffers_
+            return self.memory.hold(facts, vector, layout.digest)
         options: dict[str, Any] = {
             "run": facts.run,
             "round": facts.round,
@@ -287,10 +285,10 @@ class TaskRunner:
         data = self.memory.inline_of(pending, task.inline_bytes) if task.inline_bytes else None
         stop.check()
         if data is None:
-            path = self.memory.bytes_of(pending)
+            source = self.memory.source_of(pending)
             # Returns only when the cloud has stored all bytes, so the contribution never names a
             # missing blob.
-            sha256, size = upload(self._channel(), path), path.stat().st_size
+            sha256, size = upload(self._channel(), source), size_of(source)
         else:
             sha256, size = hashlib.sha256(data).digest(), len(data)
         update = pb.Update(

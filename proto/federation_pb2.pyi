@@ -1103,8 +1103,8 @@ class Task(_message.Message):
     cohort: _builtins.int
     """Fewest updates of which the next state is computed; 0 from clouds of earlier releases."""
     takes_vector: _builtins.bool
-    """Whether an update of at most `inline_bytes` may come as a vector. False from clouds of earlier
-    releases, and where updates are compressed.
+    """Whether an update may come as a vector. False from clouds of earlier releases, and where updates
+    are compressed.
     """
     @_builtins.property
     def plan(self) -> Global___Blob:
@@ -1895,7 +1895,7 @@ class Update(_message.Message):
     def blob(self) -> Global___Blob: ...
     @_builtins.property
     def vector(self) -> Global___UpdateVector:
-        """The bytes of `blob` as a vector instead of a file."""
+        """Set if `blob` is a vector instead of a file."""
 
     def __init__(
         self,
@@ -1917,8 +1917,9 @@ Global___Update: _TypeAlias = Update  # noqa: Y015
 
 @_typing.final
 class UpdateVector(_message.Message):
-    """The numbers of an update that is not compressed, without names: the tensors one after another,
-    those with larger elements first, then by name; little-endian, rows of a tensor in order.
+    """An update that is not compressed, without names: the 16 bytes of the lease, then the numbers of
+    the tensors one after another, those with larger elements first, then by name; little-endian, rows
+    of a tensor in order.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1926,6 +1927,7 @@ class UpdateVector(_message.Message):
     DATA_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
+    """The bytes of `blob`, if they were not uploaded."""
     layout: _builtins.bytes
     """SHA-256 of names, types and shapes in that order; see federated/core/vector.py."""
     def __init__(

@@ -157,7 +157,7 @@ def task_message(
         task.evaluate.CopyFrom(pb.Evaluate(steps=spec.hyperparameters.inner_steps))
     else:
         task.learn.CopyFrom(pb.Learn(compression=spec.compression, keep=spec.keep))
-        task.takes_vector = files.inline_bytes > 0 and not spec.compression
+        task.takes_vector = not spec.HasField("flower") and not spec.compression
     return task
 
 

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import math
+import mmap
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -184,16 +185,19 @@ class UpdateStore:
                 is_vector=is_vector,
             )  # fmt: skip
             spec = await self.update_spec(run)
-            if data or is_vector:
-                _check_inline(run, message)
-                # In the event loop: a thread would cost more than parsing at most 64 KiB.
+            _check_form(run, message)
+
+            def read() -> tuple[dict[str, Array], Norms | None]:
                 if is_vector:
-                    change = decode_vector(data, message.vector.layout, spec.vector)
+                    content = data or self._mapped(self._announced_file(blob.sha256, blob.size))
+                    change = decode_vector(content, message.vector.layout, spec.vector, lease)
                 else:
-                    change = self._read(run, lease, update, spec, data)
-                norms = _norms(run, change)
-            else:
-                change, norms = await asyncio.to_thread(self._read_file, run, lease, update, spec)
+                    change = self._read(run, lease, update, spec, data or None)
+                return change, _norms(run, change)
+
+            # In the event loop if it is inline: a thread would cost more than parsing at most
+            # 64 KiB.
+            change, norms = read() if data else await asyncio.to_thread(read)
             update = replace(update, norms=norms)
             self._remember(update, change, len(data))
         except (Refusal, BadUpdate) as refusal:
@@ -242,10 +246,10 @@ class UpdateStore:
             return remembered[1]
         sha256 = bytes.fromhex(update.blob)
         if update.is_vector:
-            layout, data = VectorLayout.of(like), self._row(run.id, sha256)
-            if data is None:
-                raise NotFound(f"no row has the update {update.blob[:16]}...; restore a backup")
-            return decode_vector(data, layout.digest, layout)
+            layout, in_file = VectorLayout.of(like), self.folder.has(sha256)
+            row = None if in_file else self._row(run.id, sha256)
+            content = self._mapped(self.folder.find(sha256)) if row is None else row
+            return decode_vector(content, layout.digest, layout, lease)
         data = None if self.folder.has(sha256) else self._row(run.id, sha256)
         assert run.prepared is not None
         return read_update(
@@ -259,11 +263,12 @@ class UpdateStore:
             verified=True,
         )
 
-    def _read_file(
-        self, run: LiveRun, lease: str, update: Update, spec: UpdateSpec
-    ) -> tuple[dict[str, Array], Norms | None]:
-        change = self._read(run, lease, update, spec)
-        return change, _norms(run, change)
+    @staticmethod
+    def _mapped(path: Path) -> bytes | mmap.mmap:
+        """Return the bytes of a complete file of the folder, which only ever is removed."""
+        with path.open("rb") as file:
+            is_empty = not path.stat().st_size  # which cannot be mapped
+            return b"" if is_empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def _read(
         self, run: LiveRun, lease: str, update: Update, spec: UpdateSpec, data: bytes | None = None
@@ -445,12 +450,15 @@ def bytes_in(message: pb.Update) -> bytes:
     return message.vector.data if message.HasField("vector") else message.inline
 
 
-def _check_inline(run: LiveRun, message: pb.Update) -> None:
+def _check_form(run: LiveRun, message: pb.Update) -> None:
+    """Raise Refusal if an update may not come in this form, or is not what it names."""
     data, spec = bytes_in(message), run.record.spec
+    if message.HasField("vector") and (spec.HasField("flower") or spec.compression):
+        raise Refusal("compression", "this run takes updates as files, the update is a vector")
+    if not data:
+        return
     if spec.HasField("flower"):
         raise Refusal("missing", "a run with a Flower strategy takes uploads; upload the update")
-    if message.HasField("vector") and spec.compression:
-        raise Refusal("compression", f"the run asks for {spec.compression!r}, a vector has none")
     if len(data) > INLINE_BYTES:
         text = f"an inline update has at most {INLINE_BYTES} bytes, got {len(data)}"
         raise Refusal("oversized", text)

@@ -249,7 +249,7 @@ class Given:
                     seed=0, device=name,
                 )  # fmt: skip
                 updates[lease] = path.read_bytes()
-                vectors[lease] = encode_vector(change, LAYOUT)
+                vectors[lease] = encode_vector(change, LAYOUT, lease)
         return cls(b"a plan that no device of this story opens", state, updates, vectors)
 
     def entry(self):

@@ -181,11 +181,12 @@ def inline_of_another_run(device, task):
     return inline(task, update_bytes(task, honest(device, task), run=OTHER_RUN))
 
 
-def vector(device, task, change=None, layout=None, data=None, **blob):
+def vector(device, task, change=None, layout=None, data=None, lease=b"", **blob):
     """An update that comes as a vector."""
     change = honest(device, task) if change is None else change
     of_change = VectorLayout.of(like_of(change))
-    data = encode_vector(change, of_change) if data is None else data
+    lease = (lease or task.lease).hex()
+    data = encode_vector(change, of_change, lease) if data is None else data
     named = pb.Blob(**{"sha256": hashlib.sha256(data).digest(), "size": len(data)} | blob)
     update = pb.Update(
         blob=named, examples=1, loss=0.5, seconds=0.1,
@@ -213,6 +214,28 @@ def vector_cut_short(device, task):
 def vector_of_nothing(device, task):
     layout = VectorLayout.of(like_of(honest(device, task))).digest
     return vector(device, task, layout=layout, data=b"")
+
+
+def vector_file(device, task, data):
+    """A vector that is uploaded."""
+    layout = VectorLayout.of(like_of(honest(device, task))).digest
+    update = device.sent(data, examples=1)
+    update.vector.layout = layout
+    return contribution(task, update=update)
+
+
+def vector_in_a_short_file(device, task):
+    return vector_file(device, task, bytes(12))
+
+
+def vector_in_a_long_file(device, task):
+    change = honest(device, task)
+    layout = VectorLayout.of(like_of(change))
+    return vector_file(device, task, encode_vector(change, layout, task.lease.hex()) + b"0")
+
+
+def vector_of_another_lease(device, task):
+    return vector(device, task, lease=bytes(16))
 
 
 def vector_not_a_number(device, task):
@@ -265,7 +288,10 @@ HOSTILE = (
     (vector_of_another_layout,      "names"),
     (vector_with_a_personal_tensor, "names"),
     (vector_cut_short,          "shape"),
-    (vector_of_nothing,         "shape"),
+    (vector_of_nothing,         "missing"),
+    (vector_in_a_short_file,    "shape"),
+    (vector_in_a_long_file,     "shape"),
+    (vector_of_another_lease,   "foreign"),
     (vector_not_a_number,       "nonfinite"),
     (vector_under_another_name, "damaged"),
     (vector_of_another_size,    "damaged"),
