@@ -543,6 +543,7 @@ class Run(_message.Message):
     REFUSALS_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     METRIC_FIELD_NUMBER: _builtins.int
+    ROSTER_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """16 hexadecimal digits."""
     phase: Global___Run.Phase.ValueType
@@ -561,6 +562,8 @@ class Run(_message.Message):
     """What scores and spreads are: absent for accuracy; "loss" for a model without one, where lower is
     better.
     """
+    roster: _builtins.int
+    """Version of the signed roster of devices; 0 if there is none that is valid now."""
     @_builtins.property
     def spec(self) -> Global___Spec: ...
     @_builtins.property
@@ -588,10 +591,11 @@ class Run(_message.Message):
         refusals: Global___Refusals | None = ...,
         revision: _builtins.int = ...,
         metric: _builtins.str | None = ...,
+        roster: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_metric", b"_metric", "metric", b"metric", "refusals", b"refusals", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_metric", b"_metric", "ended_s", b"ended_s", "id", b"id", "members", b"members", "metric", b"metric", "phase", b"phase", "reason", b"reason", "refusals", b"refusals", "result", b"result", "revision", b"revision", "round", b"round", "rounds", b"rounds", "spec", b"spec", "started_by", b"started_by", "started_s", b"started_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_metric", b"_metric", "ended_s", b"ended_s", "id", b"id", "members", b"members", "metric", b"metric", "phase", b"phase", "reason", b"reason", "refusals", b"refusals", "result", b"result", "revision", b"revision", "roster", b"roster", "round", b"round", "rounds", b"rounds", "spec", b"spec", "started_by", b"started_by", "started_s", b"started_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__metric: _TypeAlias = _typing.Literal["metric"]  # noqa: Y015
     _WhichOneofArgType__metric: _TypeAlias = _typing.Literal["_metric", b"_metric"]  # noqa: Y015

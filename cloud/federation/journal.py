@@ -22,6 +22,7 @@ from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import Conflict, Corrupt
 from triplane.proto.messages import value_from
 from triplane.unified_ir.federated.core import run as core
+from triplane.unified_ir.federated.core.masked_step import PHASE_S
 from triplane.unified_ir.federated.core.metric import ACCURACY
 from triplane.unified_ir.federated.core.run import ADDED, Event
 
@@ -32,6 +33,8 @@ KINDS: Final[Mapping[str, type[Event]]] = {
     "Asked": core.Asked,
     "Arrived": core.Arrived,
     "Answered": core.Answered,
+    "Masked": core.Masked,
+    "Exchanged": core.Exchanged,
     "Scored": core.Scored,
     "Refused": core.Refused,
     "Declined": core.Declined,
@@ -293,13 +296,15 @@ def plan_of(spec: pb.Spec) -> core.RunPlan:
         rounds=spec.rounds,
         devices=cohort.devices,
         asked=cohort.devices + count_of(cohort.devices, cohort.over_selection),
-        quorum=least_updates(cohort.devices, cohort.quorum),
+        quorum=max(least_updates(cohort.devices, cohort.quorum), spec.masking.least),
         deadline_s=cohort.deadline_s,
         patience_s=cohort.patience_s,
         evaluate_every=spec.evaluate_every,
         seed=spec.seed,
         needs_scores=not spec.flower.app,
         returns=spec.robustness.returns,
+        least=spec.masking.least,
+        phase_s=spec.masking.phase_s or PHASE_S,
     )
 
 

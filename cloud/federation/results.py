@@ -23,6 +23,7 @@ from triplane.cloud.federation import journal
 from triplane.cloud.federation.children import Children
 from triplane.cloud.federation.journal import Prepared, RunRecord
 from triplane.cloud.federation.live import MakeEvent, Write
+from triplane.cloud.federation.masked_cohorts import MaskedCohorts
 from triplane.cloud.federation.run_projection import RunProjection, turn_of
 from triplane.cloud.federation.spec import hyper_of, robustness_of
 from triplane.cloud.federation.update_store import UpdateStore
@@ -46,6 +47,7 @@ from triplane.unified_ir.federated.core.learn import buffers
 from triplane.unified_ir.federated.core.limits import RoundUpdate
 from triplane.unified_ir.federated.core.run import (
     NEWEST_RULES,
+    Exchange,
     Finished,
     Judged,
     Lease,
@@ -77,8 +79,11 @@ class Results:
         children: Children,
         registry: Registry,
         shares_plan: SharesPlan,
+        *,
+        masked: MaskedCohorts,
     ) -> None:
         self._db, self._blobs, self._updates, self._children = db, blobs, updates, children
+        self._masked = masked
         self._registry, self._shares_plan = registry, shares_plan
         for pattern in (f"{UNFINISHED}*", f".{UNFINISHED}*"):  # of a process that was killed
             for left in blobs.partial.glob(pattern):
@@ -168,6 +173,10 @@ class Results:
 
         Adds to `known` the blobs that existed before, and to `small` the bytes to write as rows.
         """
+        # The graphs come with them.
+        from triplane.unified_ir.federated.algorithms import algorithm
+        from triplane.unified_ir.federated.algorithms.aggregators import UNLIMITED, reduce_round
+
         prepared, spec, at_hand = record.prepared, record.spec, before.round
         assert prepared is not None
         assert at_hand is not None
@@ -180,22 +189,25 @@ class Results:
             assert lease.update is not None
             return self._updates.opened(record, lease.id, lease.update, like)
 
-        updates = [
-            RoundUpdate(lease.update.examples, partial(opened, lease), lease.update.norms)
-            for lease in order.leases
-            if lease.update is not None
-        ]
-        # The graphs come with them.
-        from triplane.unified_ir.federated.algorithms import algorithm
-        from triplane.unified_ir.federated.algorithms.aggregators import reduce_round
-
+        limits, devices = robustness_of(spec), len(order.leases)
+        if at_hand.masked is not None:
+            # Devices kept the limits, and the sum was held to them when it was unmasked.
+            change, mean = self._masked.mean(record, before)
+            updates = [RoundUpdate(mean.weight, lambda: change)]
+            limits = UNLIMITED
+        else:
+            updates = [
+                RoundUpdate(lease.update.examples, partial(opened, lease), lease.update.norms)
+                for lease in order.leases
+                if lease.update is not None
+            ]
         row, hyper = algorithm(spec.algorithm), hyper_of(spec)
         done = reduce_round(
-            state, slots, updates, robustness=robustness_of(spec),
+            state, slots, updates, robustness=limits,
             draws=Draws(spec.seed, order.number, "", "buckets"),
             weighting=prepared.weighting, server=row.server, hyper=hyper,
             buffers=frozenset(buffers(prepared.roles)),
-            shares=row.shares(hyper, like, updates=len(updates), members=at_hand.population),
+            shares=row.shares(hyper, like, updates=devices, members=at_hand.population),
         )  # fmt: skip
         roles = dict(prepared.roles)
         name = self._write(done.state, roles, prepared.plan_digest, known, small)
@@ -250,6 +262,12 @@ class Results:
         finally:
             path.unlink(missing_ok=True)
 
+    async def exchange(
+        self, record: RunRecord, projection: RunProjection, order: Exchange
+    ) -> MakeEvent:
+        """See `live.Worker`."""
+        return await self._masked.exchange(record, projection, order)
+
     async def judged(self, record: RunRecord, projection: RunProjection, order: Judged) -> None:
         """See `live.Worker`: scores are in the projection already."""
 
@@ -296,6 +314,7 @@ class Results:
         if closed is None or turn_of(closed) == turn_of(after.state.round):
             return
         updates = self._updates.forget(closed.leases)
+        self._masked.forget_before(new.id, turn_of(after.state.round))
         needed = {after.state.shared, after.state.good, new.slots.hex(), ""}
         stale = {before.state.shared, before.state.good, old.slots.hex()} - needed
         if new.prepared is None or self._shares_plan(new):
