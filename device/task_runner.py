@@ -370,7 +370,7 @@ class TaskRunner:
             seconds=facts.seconds,
         )
         if pending.layout:
-            update.vector.CopyFrom(pb.UpdateVector(data=data, layout=pending.layout))
+            update.vector.CopyFrom(pb.UpdateVector(data=data or b"", layout=pending.layout))
         elif data is not None:
             update.inline = data
         lease = bytes.fromhex(facts.lease)

@@ -190,7 +190,7 @@ class UpdateStore:
 
             def read() -> tuple[dict[str, Array], Norms | None]:
                 if is_vector:
-                    content = data or self._mapped(self._announced_file(blob.sha256, blob.size))
+                    content = data or self._mapped(self.announced_file(blob.sha256, blob.size))
                     change = decode_vector(content, message.vector.layout, spec.vector, lease)
                 else:
                     change = self._read(run, lease, update, spec, data or None)

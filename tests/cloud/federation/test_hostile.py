@@ -181,13 +181,13 @@ def inline_of_another_run(device, task):
     return inline(task, update_bytes(task, honest(device, task), run=OTHER_RUN))
 
 
-def vector(device, task, change=None, layout=None, data=None, lease=b"", **blob):
+def vector(device, task, change=None, layout=None, data=None, lease=b"", sha256=None, size=None):
     """An update that comes as a vector."""
     change = honest(device, task) if change is None else change
     of_change = VectorLayout.of(like_of(change))
     lease = (lease or task.lease).hex()
     data = encode_vector(change, of_change, lease) if data is None else data
-    named = pb.Blob(**{"sha256": hashlib.sha256(data).digest(), "size": len(data)} | blob)
+    named = pb.Blob(sha256=sha256 or hashlib.sha256(data).digest(), size=size or len(data))
     update = pb.Update(
         blob=named, examples=1, loss=0.5, seconds=0.1,
         vector=pb.UpdateVector(data=data, layout=layout or of_change.digest),

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.files import BadUpdate, like_of
 from triplane.unified_ir.federated.core.vector import VectorLayout, decode_vector, encode_vector
 
-CHANGE = {
+CHANGE: dict[str, Array] = {
     "b": np.array([1.5, -2.0], np.float16),
     "a": np.array([[1.0, 2.0, 3.0]], np.float32),
     "z": np.array(7.0, np.float64),

@@ -66,7 +66,7 @@ def vector_buffers(
         odd = sorted(change.keys() ^ wanted.keys())[:4]
         raise InvalidInput(f"an update holds the shared float tensors; it differs in {odd}")
     arrays = (np.asarray(change[name], dtype, order="C") for name, dtype, *_ in layout.entries)
-    numbers = (memoryview(x.reshape(-1).view(np.uint8)) for x in arrays)
+    numbers = (x.reshape(-1).view(np.uint8).data for x in arrays)
     return (memoryview(bytes.fromhex(lease)), *numbers)
 
 
