@@ -23,6 +23,7 @@ from typing import BinaryIO, Final, TypeVar, get_type_hints
 
 from triplane.proto.disk import OS_DISK, OsDisk, write_atomic
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
+from triplane.proto.transfer import Buffers
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.files import container
 from triplane.unified_ir.files.container import Container
@@ -98,11 +99,13 @@ def parse_facts(kind: type[F], properties: Iterable[tuple[str, str]]) -> F:
 class PendingUpdate:
     """An update that waits for its settlement.
 
-    path: its file, which does not exist if the update is held in memory; see `Memory.hold`.
+    path: its file, which does not exist if the update is held in memory; see `Memory.hold`. layout:
+    digest of its layout if it is a vector, else empty.
     """
 
     path: Path
     facts: UpdateFacts
+    layout: bytes = b""
 
 
 class Memory:
@@ -112,7 +115,9 @@ class Memory:
         self._personal, self._pending = personal, pending
         self._verified: dict[Path, PendingUpdate] = {}
         self._small: dict[Path, bytes] = {}
+        self._large: dict[Path, Buffers] = {}
         self._held: dict[Path, PendingUpdate] = {}
+        self._files: set[Path] | None = None  # of unsettled updates; listed once
 
     def personal(self, run: str, fresh: Collection[str] = (), *, returns: int = 0) -> PersonalState:
         """Return the personal state of a run; a new run begins with the newest run's tensors.
@@ -130,6 +135,12 @@ class Memory:
         # The remainder belongs to the updates of its own run, so only the tensors carry over.
         carried = {n: x for n, x in state.tensors.items() if n not in fresh} if state else {}
         return PersonalState(carried, {}) if carried else NOTHING
+
+    def remainder(self, run: str, *, returns: int = 0) -> Arrays:
+        """Return what compression lost of the updates of this run, since it returned last."""
+        path = self._personal / f"{_stem(run, returns)}.state"
+        state = self._read(path) if path.exists() else None
+        return state.remainder if state is not None else {}
 
     def keep(
         self,
@@ -153,18 +164,25 @@ class Memory:
             first = container.file_part(UPDATE, update)
         # One file, so that update and implied state cannot get out of step in a crash.
         container.write(path, KIND, [first, *_parts(implied)], properties=properties)
+        self._listed().add(path)
         self._take(path, update)
         self._verified[path] = PendingUpdate(path, facts)
         return self._verified[path]
 
-    def hold(self, facts: UpdateFacts, update: Path | bytes) -> PendingUpdate:
+    def hold(
+        self, facts: UpdateFacts, update: Path | bytes | Buffers, layout: bytes = b""
+    ) -> PendingUpdate:
         """Keep an update that implies nothing, without a sync: it can be learned again.
 
-        update, Conflict: as for `keep`.
+        update: as for `keep`, or a large vector, which stays in memory. layout: see
+        `PendingUpdate`. Conflict: as for `keep`.
         """
         path = self._free(facts)
-        self._take(path, update)
-        self._held[path] = PendingUpdate(path, facts)
+        if isinstance(update, Path | bytes):
+            self._take(path, update)
+        else:
+            self._large[path] = update
+        self._held[path] = PendingUpdate(path, facts, layout)
         return self._held[path]
 
     def _take(self, path: Path, update: Path | bytes) -> None:
@@ -181,28 +199,40 @@ class Memory:
         # The older update may have counted, and then its personal state must still take effect.
         if waiting is not None and waiting.facts.lease != facts.lease:
             raise Conflict(unsettled(waiting.facts))
-        self._held.pop(path, None)
-        self._small.pop(path, None)
+        for kept in (self._held, self._small, self._large):
+            kept.pop(path, None)
         drop(path.with_suffix(".out"))
         return path
 
     def pending(self) -> tuple[PendingUpdate, ...]:
         """Return the unsettled updates. Damaged ones cannot be sent again and are removed."""
-        paths = sorted({*self._pending.glob("*.update"), *self._held})
-        updates = (self._at(path) for path in paths)
+        updates = (self._at(path) for path in sorted({*self._listed(), *self._held}))
         return tuple(pending for pending in updates if pending is not None)
+
+    def _listed(self) -> set[Path]:
+        if self._files is None:
+            self._files = set(self._pending.glob("*.update"))
+        return self._files
 
     def inline_of(self, pending: PendingUpdate, most: int) -> bytes | None:
         """Return the update alone, if it has at most `most` bytes."""
         if pending.path not in self._small:
             if pending.path in self._held:
-                return None  # it is in a file, because it is too large
+                return None  # it is in a file or in buffers, because it is too large
             file = Container(pending.path, kind=KIND)
             if file.manifest.part(UPDATE).size > most:
                 return None
             self._small[pending.path] = bytes(file.part(UPDATE))
         data = self._small[pending.path]
         return data if len(data) <= most else None
+
+    def source_of(self, pending: PendingUpdate) -> Path | Buffers:
+        """Return the update alone, which has the same bytes each time: as a file, or a vector."""
+        if pending.path in self._large:
+            return self._large[pending.path]
+        return (
+            (memoryview(self._small[pending.path]),) if pending.layout else self.bytes_of(pending)
+        )
 
     def has_bytes(self, pending: PendingUpdate) -> bool:
         """Return whether the update can be sent; one that was masked is pending without bytes."""
@@ -232,12 +262,13 @@ class Memory:
                 write_atomic(path.with_suffix(BEFORE), path.read_bytes())
             container.write(path, KIND, _parts(implied), properties={LEASE: pending.facts.lease})
             self._forget_oldest("*.state")
-        self._verified.pop(pending.path, None)
-        self._small.pop(pending.path, None)
+        for kept in (self._verified, self._small, self._large):
+            kept.pop(pending.path, None)
         # Removed last: after a crash before this line the same settlement is applied again, with
         # the same result.
         if held is None:
             drop(pending.path)
+            self._listed().discard(pending.path)
         drop(pending.path.with_suffix(".out"))
 
     def take_back(self, run: str, *, included: str, returns: int = 0) -> None:

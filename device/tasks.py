@@ -49,11 +49,12 @@ class Task:
     clock of `work_set_of`'s `now_s`. steps: number of steps of adaptation. message: the message for
     this device's own app.
     inline_state: the verified bytes of the state, if they came with the task. inline_bytes: largest
-    update that is sent within its contribution. cohort: fewest updates of which the next state is
-    computed, as the cloud says; 0 if it does not. returns: how often the run returned from a spoilt
-    state. included: lease of this device's newest update that the state includes, or empty; None if
-    the cloud does not say. step: of a masked round, a field of `MaskingStep.asks`; "" if the update
-    is in the clear. document: the message that it was parsed from.
+    update that is sent within its contribution; takes_vector: whether it may then be a vector.
+    cohort: fewest updates of which the next state is computed, as the cloud says; 0 if it does not.
+    returns: how often the run returned from a spoilt state. included: lease of this device's newest
+    update that the state includes, or empty; None if the cloud does not say. step: of a masked
+    round, a field of `MaskingStep.asks`; "" if the update is in the clear. document: the message
+    that it was parsed from.
     """
 
     kind: str
@@ -68,6 +69,7 @@ class Task:
     message: Blob | None = None
     inline_state: bytes = b""
     inline_bytes: int = 0
+    takes_vector: bool = False
     cohort: int = 0
     returns: int = 0
     included: str | None = None
@@ -154,6 +156,7 @@ def _task(message: pb.Task, device: str, max_blob_bytes: int, now_s: float) -> T
         inline_state=_inline_state(message),
         # The cloud may ask for more than this device puts into one message of the session.
         inline_bytes=min(message.inline_bytes, INLINE_BYTES),
+        takes_vector=message.takes_vector,
         cohort=min(message.cohort, MAX_LEAST),
         returns=message.returns,
         included=_included(message),

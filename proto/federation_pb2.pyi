@@ -1094,6 +1094,7 @@ class Task(_message.Message):
     NOISE_FIELD_NUMBER: _builtins.int
     RETURNS_FIELD_NUMBER: _builtins.int
     INCLUDED_FIELD_NUMBER: _builtins.int
+    TAKES_VECTOR_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     round: _builtins.int
     lease: _builtins.bytes
@@ -1114,6 +1115,10 @@ class Task(_message.Message):
     included: _builtins.bytes
     """The lease of the newest update of this device that the state includes, or empty. The device
     takes back what a later update implied, whose round was abandoned. Absent from older clouds.
+    """
+    takes_vector: _builtins.bool
+    """Whether an update may come as a vector. False from clouds of earlier releases, and where updates
+    are compressed.
     """
     @_builtins.property
     def plan(self) -> Global___Blob:
@@ -1166,10 +1171,11 @@ class Task(_message.Message):
         noise: Global___NoiseTerms | None = ...,
         returns: _builtins.int = ...,
         included: _builtins.bytes | None = ...,
+        takes_vector: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_included", b"_included", "evaluate", b"evaluate", "flower", b"flower", "included", b"included", "learn", b"learn", "masking", b"masking", "noise", b"noise", "plan", b"plan", "sampling", b"sampling", "state", b"state", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_included", b"_included", "cohort", b"cohort", "deadline_s", b"deadline_s", "evaluate", b"evaluate", "flower", b"flower", "included", b"included", "inline_bytes", b"inline_bytes", "inline_state", b"inline_state", "learn", b"learn", "lease", b"lease", "masking", b"masking", "noise", b"noise", "plan", b"plan", "returns", b"returns", "round", b"round", "run", b"run", "sampling", b"sampling", "seed", b"seed", "state", b"state", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_included", b"_included", "cohort", b"cohort", "deadline_s", b"deadline_s", "evaluate", b"evaluate", "flower", b"flower", "included", b"included", "inline_bytes", b"inline_bytes", "inline_state", b"inline_state", "learn", b"learn", "lease", b"lease", "masking", b"masking", "noise", b"noise", "plan", b"plan", "returns", b"returns", "round", b"round", "run", b"run", "sampling", b"sampling", "seed", b"seed", "state", b"state", "takes_vector", b"takes_vector", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__included: _TypeAlias = _typing.Literal["included"]  # noqa: Y015
     _WhichOneofArgType__included: _TypeAlias = _typing.Literal["_included", b"_included"]  # noqa: Y015
@@ -1900,6 +1906,7 @@ class Update(_message.Message):
     LOSS_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     INLINE_FIELD_NUMBER: _builtins.int
+    VECTOR_FIELD_NUMBER: _builtins.int
     examples: _builtins.int
     loss: _builtins.float
     seconds: _builtins.float
@@ -1907,6 +1914,10 @@ class Update(_message.Message):
     """The bytes of `blob`, if they were not uploaded."""
     @_builtins.property
     def blob(self) -> Global___Blob: ...
+    @_builtins.property
+    def vector(self) -> Global___UpdateVector:
+        """Set if `blob` is a vector instead of a file."""
+
     def __init__(
         self,
         *,
@@ -1915,14 +1926,44 @@ class Update(_message.Message):
         loss: _builtins.float = ...,
         seconds: _builtins.float = ...,
         inline: _builtins.bytes = ...,
+        vector: Global___UpdateVector | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blob", b"blob"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blob", b"blob", "vector", b"vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blob", b"blob", "examples", b"examples", "inline", b"inline", "loss", b"loss", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blob", b"blob", "examples", b"examples", "inline", b"inline", "loss", b"loss", "seconds", b"seconds", "vector", b"vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Update: _TypeAlias = Update  # noqa: Y015
+
+@_typing.final
+class UpdateVector(_message.Message):
+    """An update that is not compressed, without names: the 16 bytes of the lease, then the numbers of
+    the tensors one after another, those with larger elements first, then by name; little-endian, rows
+    of a tensor in order.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """The bytes of `blob`, if they were not uploaded."""
+    layout: _builtins.bytes
+    """SHA-256 of names, types and shapes in that order; see federated/core/vector.py."""
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+        layout: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "layout", b"layout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateVector: _TypeAlias = UpdateVector  # noqa: Y015
 
 @_typing.final
 class Settlement(_message.Message):

@@ -180,6 +180,8 @@ def task_message(
         task.evaluate.CopyFrom(pb.Evaluate(steps=spec.hyperparameters.inner_steps))
     else:
         task.learn.CopyFrom(pb.Learn(compression=spec.compression, keep=spec.keep))
+        is_clear = not (spec.HasField("flower") or spec.HasField("masking"))
+        task.takes_vector = is_clear and not spec.compression
     return task
 
 

@@ -37,8 +37,9 @@ from triplane.proto.transfer import upload
 from triplane.proto.transfer_pb2 import DownloadRequest
 from triplane.proto.transfer_pb2_grpc import TransferStub
 from triplane.unified_ir.federated.core import learn
-from triplane.unified_ir.federated.core.files import INLINE_BYTES
+from triplane.unified_ir.federated.core.files import INLINE_BYTES, like_of
 from triplane.unified_ir.federated.core.run import RunMember, RunPlan, RunState
+from triplane.unified_ir.federated.core.vector import VectorLayout, encode_vector
 from triplane.unified_ir.files import container
 
 DEADLINE_S = 90.0
@@ -182,6 +183,87 @@ def inline_of_another_run(device, task):
     return inline(task, update_bytes(task, honest(device, task), run=OTHER_RUN))
 
 
+def vector(device, task, change=None, layout=None, data=None, lease=b"", sha256=None, size=None):
+    """An update that comes as a vector."""
+    change = honest(device, task) if change is None else change
+    of_change = VectorLayout.of(like_of(change))
+    lease = (lease or task.lease).hex()
+    data = encode_vector(change, of_change, lease) if data is None else data
+    named = pb.Blob(sha256=sha256 or hashlib.sha256(data).digest(), size=size or len(data))
+    update = pb.Update(
+        blob=named, examples=1, loss=0.5, seconds=0.1,
+        vector=pb.UpdateVector(data=data, layout=layout or of_change.digest),
+    )  # fmt: skip
+    return contribution(task, update=update)
+
+
+def vector_of_another_layout(device, task):
+    change = honest(device, task)
+    name = min(change)
+    change[f"{name}x"] = change.pop(name)
+    return vector(device, task, change)
+
+
+def vector_with_a_personal_tensor(device, task):
+    return vector(device, task, {**honest(device, task), "head": np.zeros(3, np.float32)})
+
+
+def vector_cut_short(device, task):
+    layout = VectorLayout.of(like_of(honest(device, task))).digest
+    return vector(device, task, layout=layout, data=bytes(8))
+
+
+def vector_of_nothing(device, task):
+    layout = VectorLayout.of(like_of(honest(device, task))).digest
+    return vector(device, task, layout=layout, data=b"")
+
+
+def vector_file(device, task, data):
+    """A vector that is uploaded."""
+    layout = VectorLayout.of(like_of(honest(device, task))).digest
+    update = device.sent(data, examples=1)
+    update.vector.layout = layout
+    return contribution(task, update=update)
+
+
+def vector_in_a_short_file(device, task):
+    return vector_file(device, task, bytes(12))
+
+
+def vector_in_a_long_file(device, task):
+    change = honest(device, task)
+    layout = VectorLayout.of(like_of(change))
+    return vector_file(device, task, encode_vector(change, layout, task.lease.hex()) + b"0")
+
+
+def vector_of_another_lease(device, task):
+    return vector(device, task, lease=bytes(16))
+
+
+def vector_not_a_number(device, task):
+    change = honest(device, task)
+    change[max(change)].flat[0] = np.nan
+    return vector(device, task, change)
+
+
+def vector_under_another_name(device, task):
+    return vector(device, task, sha256=bytes(32))
+
+
+def vector_of_another_size(device, task):
+    return vector(device, task, size=7)
+
+
+def vector_too_long(device, task):
+    return vector(device, task, data=bytes(INLINE_BYTES + 1))
+
+
+def vector_without_a_layout(device, task):
+    update = vector(device, task)
+    update.update.vector.layout = b""
+    return update
+
+
 # fmt: off
 HOSTILE = (
     (wrong_shape,        "shape"),
@@ -205,6 +287,18 @@ HOSTILE = (
     (inline_garbage,     "damaged"),
     (inline_too_long,    "oversized"),
     (inline_of_another_run, "foreign"),
+    (vector_of_another_layout,      "names"),
+    (vector_with_a_personal_tensor, "names"),
+    (vector_cut_short,          "shape"),
+    (vector_of_nothing,         "missing"),
+    (vector_in_a_short_file,    "shape"),
+    (vector_in_a_long_file,     "shape"),
+    (vector_of_another_lease,   "foreign"),
+    (vector_not_a_number,       "nonfinite"),
+    (vector_under_another_name, "damaged"),
+    (vector_of_another_size,    "damaged"),
+    (vector_too_long,           "oversized"),
+    (vector_without_a_layout,   "names"),
 )
 # fmt: on
 ROUNDS = 3

@@ -182,7 +182,7 @@ class Update:
     """A contribution whose bytes are on the cloud's disk and valid.
 
     blob: SHA-256 in hexadecimal. weight: the device's examples. norms: of its parameters and its
-    buffers, where the run bounds them.
+    buffers, where the run bounds them. is_vector: whether its bytes are a vector instead of a file.
     """
 
     blob: str
@@ -191,6 +191,7 @@ class Update:
     loss: float
     seconds: float
     norms: Norms | None = field(default=None, metadata=ADDED)
+    is_vector: bool = field(default=False, metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
