@@ -16,12 +16,13 @@ bytes: only what it implies waits for the settlement.
 
 import contextlib
 import logging
+import shutil
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO, Final, TypeVar, get_type_hints
 
-from triplane.proto.disk import OS_DISK, OsDisk, write_atomic
+from triplane.proto.disk import OS_DISK, OsDisk, atomic_file, write_atomic
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 from triplane.proto.transfer import Buffers
 from triplane.unified_ir.federated.core.draws import Array
@@ -259,7 +260,8 @@ class Memory:
         # It is there already if a crash cut this short.
         if implied is not None and _lease_of(path) != pending.facts.lease:
             if path.exists():  # a copy, so that there is a state at every instant
-                write_atomic(path.with_suffix(BEFORE), path.read_bytes())
+                with path.open("rb") as now, atomic_file(path.with_suffix(BEFORE)) as before:
+                    shutil.copyfileobj(now, before)
             container.write(path, KIND, _parts(implied), properties={LEASE: pending.facts.lease})
             self._forget_oldest("*.state")
         for kept in (self._verified, self._small, self._large):

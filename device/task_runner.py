@@ -477,7 +477,8 @@ class TaskRunner:
         if not choice or not choice.samples or not self._shard.held_out_samples:
             work = task.work
             new = ModelChoice(run=work.run, round=work.round, plan=blob, chosen=SHARED)
-            assigned = self._assigned
+            # Held no longer than needed: a device may lack the memory for another copy.
+            assigned, self._assigned = self._assigned, {}
             anchors = {n: n.removeprefix(ANCHOR) for n in plan.roles if n.startswith(ANCHOR)}
             at_start = {n: assigned[base] for n, base in anchors.items() if base in assigned}
             self.model.adopt_unmeasured(plan, new, {**at_start, **assigned})
