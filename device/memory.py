@@ -1,7 +1,9 @@
 """The memory of a device about its runs, each part in one durable file.
 
 `personal/RUN.state`: personal tensors, and the remainder of compression, as of the newest update
-that counted. `personal/PLAN.spent`: steps and seconds that a plan with limits has used, so that a
+that counted; `personal/RUN.N.state` after the Nth return of the run from a spoilt state.
+`personal/RUN.before`: those before that update, whose round may be abandoned after it counted
+(`take_back`). `personal/PLAN.spent`: steps and seconds that a plan with limits has used, so that a
 restart does not reset them. `pending/RUN.update`: an update that has not been settled, with the
 personal tensors and the remainder that it implies; they take effect when the cloud says that it
 counted. So a kill at any instant loses nothing: either nothing was written, or the same bytes are
@@ -20,7 +22,7 @@ from pathlib import Path
 from typing import BinaryIO, Final, TypeVar, get_type_hints
 
 from triplane.proto.disk import OS_DISK, OsDisk, write_atomic
-from triplane.proto.errors import Conflict, Corrupt, InvalidInput
+from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 from triplane.proto.transfer import Buffers
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.files import container
@@ -32,6 +34,10 @@ UPDATE: Final = "update"
 PERSONAL: Final = "personal.safetensors"
 REMAINDER: Final = "remainder.safetensors"
 KIND: Final = "checkpoint"
+LEASE: Final = "lease"
+"""Property of personal state: the lease of the update that implied it."""
+BEFORE: Final = ".before"
+"""Ending of the personal state before the newest update that counted."""
 MAX_RUNS: Final = 32
 """Number of runs whose personal state is kept; the oldest are removed first."""
 
@@ -113,35 +119,44 @@ class Memory:
         self._held: dict[Path, PendingUpdate] = {}
         self._files: set[Path] | None = None  # of unsettled updates; listed once
 
-    def personal(self, run: str, fresh: Collection[str] = ()) -> PersonalState:
+    def personal(self, run: str, fresh: Collection[str] = (), *, returns: int = 0) -> PersonalState:
         """Return the personal state of a run; a new run begins with the newest run's tensors.
 
-        fresh: names of tensors that a new run does not begin with.
+        fresh: names of tensors that a new run does not begin with. returns: how often the run
+        returned from a spoilt state; after each time it begins as a new one, with its own tensors.
         """
-        path = self._personal / f"{run}.state"
+        path = self._personal / f"{_stem(run, returns)}.state"
         if path.exists():
             return self._read(path) or NOTHING
-        newest = max(self._personal.glob("*.state"), key=_written_s, default=None)
+        # Of the run itself, if there are any: the device may take part in several.
+        earlier = [*self._personal.glob(f"{run}*.state")] or self._personal.glob("*.state")
+        newest = max(earlier, key=_written_s, default=None)
         state = self._read(newest) if newest else None
         # The remainder belongs to the updates of its own run, so only the tensors carry over.
         carried = {n: x for n, x in state.tensors.items() if n not in fresh} if state else {}
         return PersonalState(carried, {}) if carried else NOTHING
 
-    def remainder(self, run: str) -> Arrays:
-        """Return what compression lost of the updates of this run."""
-        path = self._personal / f"{run}.state"
+    def remainder(self, run: str, *, returns: int = 0) -> Arrays:
+        """Return what compression lost of the updates of this run, since it returned last."""
+        path = self._personal / f"{_stem(run, returns)}.state"
         state = self._read(path) if path.exists() else None
         return state.remainder if state is not None else {}
 
     def keep(
-        self, facts: UpdateFacts, update: Path | bytes, implied: PersonalState
+        self,
+        facts: UpdateFacts,
+        update: Path | bytes,
+        implied: PersonalState,
+        *,
+        returns: int = 0,
     ) -> PendingUpdate:
         """Store an update and what it implies durably, as one file.
 
-        update: its bytes, which also stay in memory, or a file, which is moved. Conflict if an
-        update of another lease of the run was not settled: it may have counted.
+        update: its bytes, which also stay in memory, or a file, which is moved. returns: see
+        `personal`. Conflict if an update of another lease of the run was not settled: it may have
+        counted.
         """
-        path = self._free(facts)
+        path = self._free(facts, returns)
         properties = {name: str(value) for name, value in asdict(facts).items()}
         if isinstance(update, bytes):
             first = container.part(UPDATE, update)
@@ -177,9 +192,9 @@ class Memory:
         else:
             update.replace(path.with_suffix(".out"))
 
-    def _free(self, facts: UpdateFacts) -> Path:
+    def _free(self, facts: UpdateFacts, returns: int = 0) -> Path:
         """Return the path for an update, and forget what an earlier one left in memory."""
-        path = self._pending / f"{facts.run}.update"
+        path = self._pending / f"{_stem(facts.run, returns)}.update"
         waiting = self._at(path)
         # The older update may have counted, and then its personal state must still take effect.
         if waiting is not None and waiting.facts.lease != facts.lease:
@@ -240,9 +255,12 @@ class Memory:
         """Apply the personal state of a counted update, or forget it. It can be repeated."""
         held = self._held.pop(pending.path, None)
         implied = self._read(pending.path) if counted and held is None else None
-        if implied is not None:
-            path = self._personal / f"{pending.facts.run}.state"
-            container.write(path, KIND, _parts(implied))
+        path = self._personal / f"{pending.path.stem}.state"
+        # It is there already if a crash cut this short.
+        if implied is not None and _lease_of(path) != pending.facts.lease:
+            if path.exists():  # a copy, so that there is a state at every instant
+                write_atomic(path.with_suffix(BEFORE), path.read_bytes())
+            container.write(path, KIND, _parts(implied), properties={LEASE: pending.facts.lease})
             self._forget_oldest("*.state")
         for kept in (self._verified, self._small, self._large):
             kept.pop(pending.path, None)
@@ -252,6 +270,22 @@ class Memory:
             drop(pending.path)
             self._listed().discard(pending.path)
         drop(pending.path.with_suffix(".out"))
+
+    def take_back(self, run: str, *, included: str, returns: int = 0) -> None:
+        """Take the newest settled update back if its round was abandoned after it counted.
+
+        included: lease of the newest update that the cloud's state includes, or empty; returns: see
+        `personal`. If the cloud includes neither the newest update nor the one before it, as after
+        the cloud was restored from a backup, what there is stays.
+        """
+        path = self._personal / f"{_stem(run, returns)}.state"
+        before = path.with_suffix(BEFORE)
+        if _lease_of(path) in {None, included}:
+            return
+        if not before.exists():
+            drop(path)
+        elif _lease_of(before) == included:
+            OS_DISK.replace(before, path)
 
     def effort_spent(self, plan: str) -> tuple[int, float]:
         """Return the steps and seconds spent on a plan; 0 if the record is damaged."""
@@ -303,6 +337,7 @@ class Memory:
 
     def _forget_oldest(self, names: str) -> None:
         for path in sorted(self._personal.glob(names), key=_written_s)[:-MAX_RUNS]:
+            drop(path.with_suffix(BEFORE))
             drop(path)
 
 
@@ -312,6 +347,19 @@ def unsettled(facts: UpdateFacts) -> str:
         f"the update of round {facts.round} of run {facts.run} waits until the cloud settles it "
         f"(lease {facts.lease[:8]}...); this device keeps one update of a run at a time"
     )
+
+
+def _lease_of(path: Path) -> str | None:
+    """Return the lease of the update that implied a state; None if no file says so."""
+    try:
+        return dict(Container(path, kind=KIND).manifest.properties).get(LEASE)
+    except (NotFound, Corrupt, InvalidInput):
+        return None
+
+
+def _stem(run: str, returns: int) -> str:
+    """Return the name, without its ending, of what belongs to a run that returned so often."""
+    return f"{run}.{returns}" if returns else run
 
 
 def _parts(personal: PersonalState) -> list[container.PartData]:

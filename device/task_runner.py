@@ -334,7 +334,7 @@ class TaskRunner:
             "compression": task.compression,
             "keep": task.keep,
             "seed": task.work.seed,
-            "remainder": _fitting(self.memory.remainder(facts.run), change),
+            "remainder": _fitting(self.memory.remainder(facts.run, returns=task.returns), change),
             "device": task.work.device,
             "buffers": buffers(plan.roles),
         }
@@ -347,7 +347,8 @@ class TaskRunner:
             remainder = write_update(update, change, disk=disk, **options).remainder
         if not is_durable:
             return self.memory.hold(facts, update)
-        return self.memory.keep(facts, update, PersonalState(plan.view("personal"), remainder))
+        implied = PersonalState(plan.view("personal"), remainder)
+        return self.memory.keep(facts, update, implied, returns=task.returns)
 
     def _contribution_of(
         self, pending: PendingUpdate, task: Task, stop: StopToken
@@ -450,10 +451,17 @@ class TaskRunner:
         if odd := sorted(state.keys() ^ set(shared(plan.roles))):
             raise InvalidInput(f"the state of a task is all shared state; it differs in {odd[:4]}")
         # Personal tensors with an anchor are an algorithm's: SCAFFOLD's control variates sum up to
-        # that of the shared state, which begins at 0 in each run.
+        # that of the shared state, which begins at 0 in each run and after each return.
         fresh = {name.removeprefix(ANCHOR) for name in plan.roles if name.startswith(ANCHOR)}
         personal = plan.view("personal")
-        kept = self.memory.personal(task.work.run, fresh).tensors if personal else {}
+        if task.included is not None:
+            run = task.work.run
+            self.memory.take_back(run, included=task.included, returns=task.returns)
+        kept = (
+            self.memory.personal(task.work.run, fresh, returns=task.returns).tensors
+            if personal
+            else {}
+        )
         ours = _fitting(kept, personal)
         # Later entries win: optimizer and the like restart from the plan, then shared, then
         # personal.

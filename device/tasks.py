@@ -51,8 +51,10 @@ class Task:
     inline_state: the verified bytes of the state, if they came with the task. inline_bytes: largest
     update that is sent within its contribution; takes_vector: whether it may then be a vector.
     cohort: fewest updates of which the next state is computed, as the cloud says; 0 if it does not.
-    step: of a masked round, a field of `MaskingStep.asks`; "" if the update is in the clear.
-    document: the message that it was parsed from.
+    returns: how often the run returned from a spoilt state. included: lease of this device's newest
+    update that the state includes, or empty; None if the cloud does not say. step: of a masked
+    round, a field of `MaskingStep.asks`; "" if the update is in the clear. document: the message
+    that it was parsed from.
     """
 
     kind: str
@@ -69,6 +71,8 @@ class Task:
     inline_bytes: int = 0
     takes_vector: bool = False
     cohort: int = 0
+    returns: int = 0
+    included: str | None = None
     step: str = ""
     document: pb.Task = field(default_factory=pb.Task, repr=False, compare=False)
 
@@ -154,6 +158,8 @@ def _task(message: pb.Task, device: str, max_blob_bytes: int, now_s: float) -> T
         inline_bytes=min(message.inline_bytes, INLINE_BYTES),
         takes_vector=message.takes_vector,
         cohort=min(message.cohort, MAX_LEAST),
+        returns=message.returns,
+        included=_included(message),
         step=_step(message, kind),
         document=message,
     )
@@ -229,6 +235,14 @@ def _inline_state(message: pb.Task) -> bytes:
     if len(data) != message.state.size or hashlib.sha256(data).digest() != message.state.sha256:
         raise InvalidInput("the state in the task is not the one that it names")
     return data
+
+
+def _included(message: pb.Task) -> str | None:
+    if not message.HasField("included"):
+        return None
+    if len(message.included) not in {0, LEASE_BYTES}:
+        raise InvalidInput(f"a lease has {LEASE_BYTES} bytes, got {len(message.included)}")
+    return message.included.hex()
 
 
 def _check_lease(run: str, lease: bytes) -> None:

@@ -718,7 +718,7 @@ class Round(_message.Message):
     given_up: _builtins.str
     """"" if it counted, else why it was abandoned."""
     scaled: _builtins.int
-    """Updates that were scaled to the norm bound."""
+    """Updates above the norm bound, which were scaled or left out."""
     returned: _builtins.str
     """"" or why the run returned to its last good state instead of reducing the round."""
     @_builtins.property
@@ -1092,6 +1092,8 @@ class Task(_message.Message):
     COHORT_FIELD_NUMBER: _builtins.int
     MASKING_FIELD_NUMBER: _builtins.int
     NOISE_FIELD_NUMBER: _builtins.int
+    RETURNS_FIELD_NUMBER: _builtins.int
+    INCLUDED_FIELD_NUMBER: _builtins.int
     TAKES_VECTOR_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     round: _builtins.int
@@ -1106,6 +1108,14 @@ class Task(_message.Message):
     """Largest update, in bytes, that is sent in its contribution; 0: every update is uploaded."""
     cohort: _builtins.int
     """Fewest updates of which the next state is computed; 0 from clouds of earlier releases."""
+    returns: _builtins.int
+    """How often the run returned from a spoilt state. After each return, the personal tensors that an
+    algorithm adds to the model, such as control variates, begin as in a new run.
+    """
+    included: _builtins.bytes
+    """The lease of the newest update of this device that the state includes, or empty. The device
+    takes back what a later update implied, whose round was abandoned. Absent from older clouds.
+    """
     takes_vector: _builtins.bool
     """Whether an update may come as a vector. False from clouds of earlier releases, and where updates
     are compressed.
@@ -1159,14 +1169,21 @@ class Task(_message.Message):
         cohort: _builtins.int = ...,
         masking: Global___MaskingStep | None = ...,
         noise: Global___NoiseTerms | None = ...,
+        returns: _builtins.int = ...,
+        included: _builtins.bytes | None = ...,
         takes_vector: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["evaluate", b"evaluate", "flower", b"flower", "learn", b"learn", "masking", b"masking", "noise", b"noise", "plan", b"plan", "sampling", b"sampling", "state", b"state", "work", b"work"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_included", b"_included", "evaluate", b"evaluate", "flower", b"flower", "included", b"included", "learn", b"learn", "masking", b"masking", "noise", b"noise", "plan", b"plan", "sampling", b"sampling", "state", b"state", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cohort", b"cohort", "deadline_s", b"deadline_s", "evaluate", b"evaluate", "flower", b"flower", "inline_bytes", b"inline_bytes", "inline_state", b"inline_state", "learn", b"learn", "lease", b"lease", "masking", b"masking", "noise", b"noise", "plan", b"plan", "round", b"round", "run", b"run", "sampling", b"sampling", "seed", b"seed", "state", b"state", "takes_vector", b"takes_vector", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_included", b"_included", "cohort", b"cohort", "deadline_s", b"deadline_s", "evaluate", b"evaluate", "flower", b"flower", "included", b"included", "inline_bytes", b"inline_bytes", "inline_state", b"inline_state", "learn", b"learn", "lease", b"lease", "masking", b"masking", "noise", b"noise", "plan", b"plan", "returns", b"returns", "round", b"round", "run", b"run", "sampling", b"sampling", "seed", b"seed", "state", b"state", "takes_vector", b"takes_vector", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__included: _TypeAlias = _typing.Literal["included"]  # noqa: Y015
+    _WhichOneofArgType__included: _TypeAlias = _typing.Literal["_included", b"_included"]  # noqa: Y015
     _WhichOneofReturnType_work: _TypeAlias = _typing.Literal["learn", "evaluate", "flower"]  # noqa: Y015
     _WhichOneofArgType_work: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__included) -> _WhichOneofReturnType__included | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_work) -> _WhichOneofReturnType_work | None: ...
 
 Global___Task: _TypeAlias = Task  # noqa: Y015

@@ -18,6 +18,7 @@ from triplane.unified_ir.federated.core.lease_changes import open_lease, open_le
 from triplane.unified_ir.federated.core.masked_round import is_in_step, step_ends_s
 from triplane.unified_ir.federated.core.metric import ACCURACY
 from triplane.unified_ir.federated.core.run import (
+    NEWEST_RULES,
     Ended,
     Outcome,
     Phase,
@@ -168,8 +169,11 @@ def task_message(
         inline_state=files.inline,
         inline_bytes=files.inline_bytes,
         cohort=fewest_updates(spec),
+        returns=state.watch.returns,
         masking=files.masking,
     )
+    if state.rules >= NEWEST_RULES:
+        task.included = bytes.fromhex(state.members[device].included_lease)
     if files.message is not None:
         task.flower.CopyFrom(files.message)
     elif at_hand.evaluates:

@@ -83,6 +83,19 @@ def test_personal_state_changes_only_with_an_update_that_counted(tmp_path, count
     assert list(memory(tmp_path).personal(RUN).tensors.get("head", [])) == steps
 
 
+@pytest.mark.parametrize(("included", "steps"), [(lease(1), [3, 3]), (b"", [])])
+def test_personal_state_of_an_abandoned_round_is_taken_back(tmp_path, included, steps):
+    """The update counted, but the state of the next task was made without it."""
+
+    async def tell(stage):
+        await learnt(stage, 1)
+        await stage.heeded(pb.Work(settled=[settlement(1, counted=True)]))
+        await learnt(stage, 2, included=included)
+
+    story_of(tmp_path, tell)
+    assert list(memory(tmp_path).personal(RUN).tensors.get("head", [])) == steps
+
+
 def test_the_remainder_of_what_counted_is_in_the_next_update(tmp_path):
     """The three tasks learn the same change: they differ in their lease only."""
 

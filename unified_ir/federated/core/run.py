@@ -62,7 +62,7 @@ declined."""
 RULES_WITH_PAUSES: Final = 2
 """Rules that asked silent devices again in every round."""
 RULES_WITH_RESTS: Final = 3
-"""Rules that did not look at the loss over devices."""
+"""Rules that did not look at the loss over devices, and did not let refused devices rest."""
 NEWEST_RULES: Final = 4
 """Rules of new runs. The events of a run are always replayed by the rules with which it began."""
 
@@ -131,10 +131,10 @@ class RunMember:
     """A device that joined the run; it stays a member while it is disconnected, since `away_s`.
 
     dropped: contributions that did not count; `declined` of these were declined by the device
-    itself. why: counts by reason, for the first few reasons. missed: deadlines in a row that passed
-    without an answer; rests_until: number of the first round for which it is drawn like the others
-    again. settled: the answer to the newest contribution; counted_lease: the newest lease that
-    counted, or empty.
+    itself. why: counts by reason, for the first few reasons. missed: rounds in a row without an
+    answer in time, or with a refused one; rests_until: number of the first round for which it is
+    drawn like the others again. settled: the answer to the newest contribution; counted_lease: the
+    newest lease that counted, or empty; included_lease: the newest one that a state includes.
     """
 
     device: str
@@ -151,6 +151,7 @@ class RunMember:
     missed: int = 0
     rests_until: int = 0
     counted_lease: str = ""
+    included_lease: str = field(default="", metadata=ADDED)
 
 
 def _draws(member: RunMember) -> tuple[int, str] | None:

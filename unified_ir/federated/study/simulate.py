@@ -151,8 +151,6 @@ def simulate(
     if not server.follows_limits:
         limits = replace(study.robustness, aggregator=MEAN, numbers={}, returns=0)
         study = replace(study, robustness=limits)
-    if not algorithm(study.algorithm).can_return:
-        study = replace(study, robustness=replace(study.robustness, returns=0))
     if not shards or study.devices > len(shards):
         raise InvalidInput(f"a round asks {study.devices or 1} devices; there are {len(shards)}")
     study.robustness.check_count(study.devices or len(shards))
@@ -311,8 +309,19 @@ class _Simulation:
         return replace(after, good=GOOD if self.place.good else "")
 
     def _return(self) -> int:
-        """Take the last good state; no update is reduced."""
-        self.place = replace(self.place, shared=self.place.good, slots={})
+        """Take the last good state; no update is reduced.
+
+        Personal tensors with an anchor are an algorithm's, such as control variates: they begin
+        again, as on devices (`device.memory`).
+        """
+        kept = {n for n in self.fresh if device.ANCHOR + n not in self.plan.roles}
+        personal = {
+            name: self.fresh | {n: x for n, x in own.items() if n in kept}
+            for name, own in self.place.personal.items()
+        }
+        self.place = replace(
+            self.place, shared=self.place.good, slots={}, personal=personal, remainders={}
+        )
         return 0
 
     def _learn_all(
