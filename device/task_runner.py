@@ -56,7 +56,7 @@ from triplane.unified_ir.federated.core.learn import (
     shared,
 )
 from triplane.unified_ir.federated.core.vector import VectorLayout, vector_buffers
-from triplane.unified_ir.files.container import Container
+from triplane.unified_ir.files.container import Container, release_mapped
 from triplane.unified_ir.runtime.plan import Plan
 from triplane.unified_ir.runtime.session import CancellationToken as GraphStop
 from triplane.unified_ir.runtime.session import OutOfMemory, SessionOptions
@@ -467,6 +467,8 @@ class TaskRunner:
         # personal.
         self._assigned = {**self._fresh, **state, **ours}
         plan.assign(self._assigned)
+        # They stay mapped while the model may have to be written, but not in memory.
+        release_mapped(state.values())
 
     def _adopt_unmeasured(self, plan: Plan, task: Task) -> None:
         """Use the shared state if no model was measured: at first, or with nothing held out.

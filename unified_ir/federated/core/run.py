@@ -181,8 +181,7 @@ class Members(Records[RunMember]):
 class Update:
     """A contribution whose bytes are on the cloud's disk and valid.
 
-    blob: SHA-256 in hexadecimal. weight: the device's examples. norms: of its parameters and its
-    buffers, where the run bounds them. is_vector: whether its bytes are a vector instead of a file.
+    blob: SHA-256 in hexadecimal. norms: where the run bounds them. is_vector: it is not a file.
     """
 
     blob: str
