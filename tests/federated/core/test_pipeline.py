@@ -32,6 +32,7 @@ REFUSED = {
         ([("noise-correlated", "noise-distributed")], "cannot take it back"),
         (itertools.product(NOISES, ["by-examples"]), "sum of weights"),
         (itertools.product(NOISES, ["buffers"]), "variance negative"),
+        (itertools.product(NOISES, ["control-variates"]), "control variates, which grow"),
         (itertools.product(NOISES[:2], ROBUST), "calibrated to a sum"),
         (itertools.product(ROBUST, ["mask"]), "no device's update, only sums"),
         (itertools.product((*NOISES, "mask", "group-sums"), ["flower-strategy"]), "every device's"),

@@ -220,11 +220,15 @@ UNLIMITED: Final = Robustness(norm_bound=OFF, max_examples=MAX_EXAMPLES, returns
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """The next state and the optimizer's slots. scaled: updates that were above a norm bound."""
+    """The next state and the optimizer's slots. scaled: updates that were above a norm bound.
+
+    clip: the next round's norm, where it follows the updates of a run with differential privacy.
+    """
 
     state: dict[str, Array]
     slots: dict[str, Array]
     scaled: int
+    clip: float = 0.0
 
 
 def reduce_round(

@@ -112,7 +112,15 @@ _COMPRESSED: Final = (
     "what compression sends may exceed the norm to which the update was clipped, because it rounds "
     "and adds what earlier updates lost; drop the compression"
 )
-_NOISY: Final = {"weight": _DATA_IN_WEIGHTS, "state": _NEGATIVE_VARIANCE}
+_CONTROL: Final = (
+    "updates of SCAFFOLD carry control variates, which grow with a device's gradients and are not "
+    "clipped with its change; choose fedavg, fedprox or fedadam"
+)
+_NOISY: Final = {
+    "weight": _DATA_IN_WEIGHTS,
+    "control-variates": _CONTROL,
+    "state": _NEGATIVE_VARIANCE,
+}
 _ROBUST: Final = {
     "mask": _PER_DEVICE,
     "noise-central": _NOISE_OF_SUMS,
@@ -242,6 +250,9 @@ PIPELINE: Final[tuple[PipelineRow, ...]] = (
             "mask": _APP,
             "compress": "a ClientApp's reply is not compressed; drop the compression or the app",
         },
+    ),
+    PipelineRow(
+        "control-variates", "state", "updates carry changes of control variates, as of SCAFFOLD"
     ),
     PipelineRow("buffers", "state", "updates carry float buffers, as of batch normalization"),
 )

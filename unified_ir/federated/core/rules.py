@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -68,6 +68,14 @@ from triplane.unified_ir.federated.core.run import (
     Tell,
     Tick,
 )
+from triplane.unified_ir.federated.core.selection import (
+    chosen,
+    lacks_population,
+    learners,
+    note_counted,
+    note_published,
+    waits_for,
+)
 from triplane.unified_ir.federated.core.spoilt import is_spoilt
 
 LEASE_CHARS: Final = 32
@@ -80,8 +88,6 @@ MAX_WHY: Final = 8
 """Number of distinct reasons kept for one device; further ones are counted together."""
 MAX_WHY_CHARS: Final = 200
 OTHER: Final = "other reasons"
-MAX_NAMED: Final = 5
-"""Number of absent devices that the reason of a waiting run names."""
 
 MAX_REST: Final = 32
 """Largest number of rounds for which a device that misses deadlines is not drawn. The number is 1
@@ -282,8 +288,11 @@ def _reduce(state: RunState, event: Reduced) -> Step:
     if event.number != state.turn[0]:
         return state, ()
     good = state.good if state.watch.bad or not watches(state) else state.shared
+    assert state.round is not None
+    state = note_published(state, _counted_leases(state.round))
     reduced = replace(
         state, shared=event.shared, attempt=0, fresh_optimizer=False,
+        charged=event.charged, clip=event.clip,
         # No later round could return to it.
         good="" if event.number == state.plan.rounds else good,
         history=amended(state, scaled=event.scaled) if event.scaled else state.history,
@@ -345,7 +354,9 @@ def _open(state: RunState, now_s: float) -> Step:
         why = state.history[-1].given_up if state.history else ""
         reason = f"a round was given up ({why}); the next begins after a pause"
         return _because(state, reason), ()
-    able = _members(state).indexed("scorers" if evaluates else "learners")
+    if why := lacks_population(state):
+        return _because(state, why), ()
+    able = _members(state).indexed("scorers") if evaluates else learners(state)
     # Keys are (rests_until, name): those that rest longer than this round come last.
     rested = able.count_until(lambda key: key[0] > number)
     waited = now_s >= state.since_s + state.plan.patience_s
@@ -361,20 +372,20 @@ def _open(state: RunState, now_s: float) -> Step:
     if drawn < wanted or not here:
         if evaluates and here:
             return _open(_gather(state, (number + 1, False), now_s), now_s)
-        return _because(state, _waits_for(len(able), state, evaluates=evaluates)), ()
+        return _because(state, waits_for(len(able), state, evaluates=evaluates)), ()
     names = itertools.islice(able, drawn)
-    chosen = sorted(name for _, name in names) if evaluates else _chosen(state, names)
+    asked = sorted(name for _, name in names) if evaluates else chosen(state, names)
     attempt = state.attempt
     identify = partial(
         lease_id, state.run, number, evaluates=evaluates, attempt=attempt, epoch=state.epoch
     )
-    leases = tuple(Lease(id=identify(device=device), device=device) for device in chosen)
+    leases = tuple(Lease(id=identify(device=device), device=device) for device in asked)
     opened = Round(
         number=number, evaluates=evaluates, attempt=attempt, opened_s=now_s, leases=leases,
         population=sum(m.examples > 0 for m in state.members.values()),
     )  # fmt: skip
     state = replace(state, phase=Phase.COLLECTING, reason="", since_s=now_s, round=opened)
-    return state, tuple(Tell(device) for device in chosen)
+    return state, tuple(Tell(device) for device in asked)
 
 
 def _given_up(state: RunState, now_s: float) -> int:
@@ -463,28 +474,6 @@ def _gather(state: RunState, turn: tuple[int, bool], now_s: float) -> RunState:
     return replace(state, phase=Phase.GATHERING, since_s=now_s, turn=turn, round=None)
 
 
-def _chosen(state: RunState, able: Iterable[tuple[int, str]]) -> list[str]:
-    """Draw devices fairly, only by seed, round and names; resting devices come last.
-
-    able: pairs (`RunMember.rests_until`, name).
-    """
-    number = state.turn[0]
-
-    def rank(key: tuple[int, str]) -> tuple[int, bytes]:
-        text = f"{state.plan.seed}\n{number}\n{state.attempt}\n{key[1]}"
-        # A hash as random rank: it depends on no generator, and on no other device.
-        return max(0, key[0] - number), hashlib.sha256(text.encode()).digest()
-
-    return sorted(name for _, name in sorted(able, key=rank)[: state.plan.asked])
-
-
-def _waits_for(able: int, state: RunState, *, evaluates: bool) -> str:
-    away = list(itertools.islice(_members(state).indexed("absent"), MAX_NAMED))
-    wanted = "" if evaluates else f" of {state.plan.asked}"
-    text = f"{able}{wanted} devices are connected"
-    return f"{text}; away: {', '.join(away)}" if away else text
-
-
 def _because(state: RunState, reason: str) -> RunState:
     return state if state.reason == reason else replace(state, reason=reason)
 
@@ -542,6 +531,8 @@ def _settle(state: RunState, lease: Lease, outcome: Outcome) -> Step:
         rests_until=0 if answered else member.rests_until,
         counted_lease=lease.id if counted else member.counted_lease,
     )
+    if counted:
+        member = note_counted(state, member)
     return _with(_put(state, replace(lease, outcome=outcome)), member), (Tell(lease.device),)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, ClassVar, Final
 
@@ -15,6 +15,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.limits import Norms
 from triplane.unified_ir.federated.core.sorted_map import Index, Records, SortedMap
 from triplane.unified_ir.federated.core.spoilt import NO_LOSSES, LossWatch
+from triplane.unified_ir.federated.privacy.budget import RunBudget
 
 OMIT_DEFAULT: Final = "omit_default"
 """Metadata of a field that is only stored with another value than its default.
@@ -70,7 +71,8 @@ class RunPlan:
     evaluate_every: 0 to evaluate after the last round only. needs_scores: whether an evaluation
     that every device declines stops the run; it is off with an external strategy, because the apps
     of the devices' owners often cannot evaluate. returns: how often the run may return from a
-    spoilt state to its last good one; see `spoilt`.
+    spoilt state to its last good one; see `spoilt`. budget: of a run with differential privacy,
+    before its first round; it allows all `rounds`. clip: the norm of changes in its first round.
     """
 
     rounds: int
@@ -83,6 +85,8 @@ class RunPlan:
     seed: int = 0
     needs_scores: bool = True
     returns: int = field(default=0, metadata=ADDED)
+    budget: RunBudget | None = field(default=None, metadata=ADDED)
+    clip: float = field(default=0.0, metadata=ADDED)
 
     def __post_init__(self) -> None:
         if not 1 <= self.quorum <= self.devices <= self.asked or self.rounds < 1:
@@ -95,6 +99,8 @@ class RunPlan:
                 f"a deadline must be positive and patience not negative, got {self.deadline_s} s "
                 f"and {self.patience_s} s"
             )
+        if self.budget is not None and self.budget.most_rounds(self.rounds) < self.rounds:
+            raise InvalidInput(f"{self.rounds} rounds do not fit into the budget {self.budget}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +130,7 @@ class RunMember:
     itself. why: counts by reason, for the first few reasons. missed: deadlines in a row that passed
     without an answer; rests_until: number of the first round for which it is drawn like the others
     again. settled: the answer to the newest contribution; counted_lease: the newest lease that
-    counted, or empty.
+    counted, or empty. used_round, uses: of a run with differential privacy, see `separation`.
     """
 
     device: str
@@ -141,6 +147,8 @@ class RunMember:
     missed: int = 0
     rests_until: int = 0
     counted_lease: str = ""
+    used_round: int = field(default=0, metadata=ADDED)
+    uses: int = field(default=0, metadata=ADDED)
 
 
 def _draws(member: RunMember) -> tuple[int, str] | None:
@@ -152,7 +160,7 @@ class Members(Records[RunMember]):
 
     Indexes: absent has the names of members without an open stream, away their (since when, name);
     learners and scorers have (`rests_until`, name) of the connected members that can learn or
-    score.
+    score; used has (`used_round`, name) of the learners that were used.
     """
 
     __slots__ = ()
@@ -162,6 +170,8 @@ class Members(Records[RunMember]):
         "away":     lambda m: None if m.away_s is None else (m.away_s, m.device),
         "learners": lambda m: _draws(m) if m.examples > 0 else None,
         "scorers":  lambda m: _draws(m) if m.held_out > 0 else None,
+        "used":     lambda m: (m.used_round, m.device) if m.used_round and m.connected
+                    and m.examples > 0 else None,
     }
     # fmt: on
 
@@ -316,7 +326,8 @@ class RunState:
     not_before_s: no round opens earlier. rules: version of the rules that the run began under.
     epoch: of the newest restart; "" before the first. watch: of the loss over devices. good: blob
     of the newest state that it judged good, or empty. fresh_optimizer: whether the next reduction
-    begins without the optimizer's slots, which are of a spoilt state.
+    begins without the optimizer's slots, which are of a spoilt state. charged: rounds charged to
+    the plan's budget. clip: norm of changes in the next round, where it follows the updates.
     """
 
     plan: RunPlan
@@ -338,10 +349,23 @@ class RunState:
     watch: LossWatch = field(default=NO_LOSSES, metadata=ADDED)
     good: str = field(default="", metadata=ADDED)
     fresh_optimizer: bool = field(default=False, metadata=ADDED)
+    charged: int = field(default=0, metadata=ADDED)
+    clip: float = field(default=0.0, metadata=ADDED)
 
     def __post_init__(self) -> None:
         if not isinstance(self.members, Members):
             object.__setattr__(self, "members", Members.from_mapping(self.members))
+
+    @property
+    def budget(self) -> RunBudget | None:
+        """The budget with the rounds charged so far; None without differential privacy."""
+        budget = self.plan.budget
+        return None if budget is None else replace(budget, rounds=self.charged)
+
+    @property
+    def norm(self) -> float:
+        """The norm to which changes of the next round are clipped, if there is a budget."""
+        return self.clip or self.plan.clip
 
 
 # Events. at_s: seconds since 1970, never less than that of the event before.
@@ -452,12 +476,18 @@ class Tick:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduced:
-    """The round's updates became the next shared state. scaled: those above a norm bound."""
+    """The round's updates became the next shared state. scaled: those above a norm bound.
+
+    charged: rounds charged to the budget, this one included; 0 without a budget. clip: the norm of
+    the next round, where it follows the updates.
+    """
 
     at_s: float
     number: int
     shared: str
     scaled: int = field(default=0, metadata=ADDED)
+    charged: int = field(default=0, metadata=ADDED)
+    clip: float = field(default=0.0, metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,6 +65,14 @@ class RunBudget:
         """Whether one more round stays within the target."""
         return self.rounds < MAX_ROUNDS and self._after(self.rounds + 1) <= self.epsilon
 
+    def most_rounds(self, limit: int) -> int:
+        """Return how many rounds fit in all, up to `limit`."""
+        low, high = 0, min(limit, MAX_ROUNDS)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._after(middle) <= self.epsilon else (low, middle - 1)
+        return low
+
     def charge(self, round_: int) -> RunBudget:
         """Return the budget with round `round_` (from 1) charged; a repeat changes nothing.
 

@@ -17,19 +17,9 @@ from triplane.unified_ir.federated.core.draws import Array, Draws
 from triplane.unified_ir.federated.core.learn import buffers
 from triplane.unified_ir.federated.core.limits import RoundUpdate
 from triplane.unified_ir.federated.core.metric import Metric
+from triplane.unified_ir.federated.privacy.settings import DifferentialPrivacy
 from triplane.unified_ir.federated.study.checkpoint import StudyProgress
-
-
-@dataclass(frozen=True, slots=True)
-class Next:
-    """What a round becomes. slots: what the server remembers until the next one.
-
-    scaled: updates that were above a norm bound.
-    """
-
-    shared: Mapping[str, Array]
-    slots: Mapping[str, Array]
-    scaled: int = 0
+from triplane.unified_ir.federated.study.private_rounds import Next, reduce_privately
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +42,7 @@ class ServedStudy:
     metric: Metric
     population: int
     robustness: Robustness
+    privacy: DifferentialPrivacy | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +124,11 @@ class _MeanRounds:
             for x in contributions
         ]
         study, row, number = self._study, self._row, len(at.rounds) + 1
+        if study.privacy is not None:
+            return reduce_privately(
+                at, [u.open for u in updates], study.privacy, devices=study.devices,
+                server=row.server, hyper=study.hyper,
+            )  # fmt: skip
         shares = row.shares(
             study.hyper, contributions[0].change, updates=len(updates), members=study.population
         )

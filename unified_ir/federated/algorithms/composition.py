@@ -1,0 +1,111 @@
+"""What the options of a run or a study demand of an update's pipeline, and whether it composes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from triplane.unified_ir.federated.algorithms.aggregators import MEAN, Reduction, Robustness
+from triplane.unified_ir.federated.algorithms.table import algorithm as algorithm_row
+from triplane.unified_ir.federated.core import pipeline
+from triplane.unified_ir.federated.core.draws import Array
+from triplane.unified_ir.federated.core.reduce import ServerHyper, ServerOptimizer
+from triplane.unified_ir.federated.core.reduce import reduce as reduce_updates
+from triplane.unified_ir.federated.privacy.release import Open, RoundNoise, release, shapes_of
+from triplane.unified_ir.federated.privacy.settings import (
+    DifferentialPrivacy,
+)
+
+Rows = dict[str, dict[str, Any]]
+
+
+def check_composition(
+    *,
+    algorithm: str,
+    devices: int,
+    compression: str = "",
+    keep: float = 1.0,
+    robustness: Robustness,
+    privacy: DifferentialPrivacy | None = None,
+    honest: int = 2,
+    least_cohort: int = 0,
+    strategy: bool = False,
+    app: bool = False,
+    buffers: bool = False,
+) -> None:
+    """Raise InvalidInput unless what a run demands composes; the message names what does not.
+
+    honest: devices whose noise is in each sum, of distributed noise. least_cohort: that of masking,
+    0 without it. buffers: whether updates have float buffers; SCAFFOLD's always do.
+    """
+    rows: Rows = {}
+    if privacy is not None:
+        rows |= _privacy_rows(privacy, devices, honest)
+    if least_cohort:
+        rows["mask"] = {"least_cohort": least_cohort}
+    if compression:
+        rows[compression] = {"keep": keep} if compression == "top-k" else {}
+    if algorithm_row(algorithm).by_share:
+        rows["control-variates"] = {}
+    elif buffers:
+        rows["buffers"] = {}
+    if strategy:
+        rows["flower-strategy"] = {}
+    if app:
+        rows["flower-app"] = {}
+    if robustness.aggregator != MEAN:
+        rows |= _aggregator_rows(robustness)
+    pipeline.check(rows)
+
+
+def _privacy_rows(privacy: DifferentialPrivacy, devices: int, honest: int) -> Rows:
+    norm = privacy.adaptive(privacy.clip, devices)
+    rows: Rows = {"clip-fixed": {"norm": privacy.clip}}
+    if norm is not None:
+        rows = {
+            "clip-adaptive": {
+                "norm": norm.norm,
+                "quantile": norm.quantile,
+                "rate": norm.rate,
+                "bit_noise": norm.bit_noise,
+            }
+        }
+    multiplier = {"noise_multiplier": privacy.multiplier}
+    if privacy.placement == "distributed":
+        return {**rows, "noise-distributed": {**multiplier, "honest": honest}}
+    if privacy.correlated:
+        return {**rows, "noise-correlated": {**multiplier, "separation": privacy.separation}}
+    return {**rows, "noise-central": multiplier}
+
+
+def _aggregator_rows(robustness: Robustness) -> Rows:
+    # Only whether it composes is asked here: the numbers have been checked by their own rows.
+    name = "bucketing" if "+" in robustness.aggregator else robustness.aggregator
+    row = pipeline.pipeline_row(name)
+    return {name: {p.name: p.least for p in row.parameters}}
+
+
+def reduce_private_round(
+    state: Mapping[str, Array],
+    slots: Mapping[str, Array],
+    updates: Sequence[Open],
+    *,
+    privacy: DifferentialPrivacy,
+    clip: float,
+    devices: int,
+    noise: RoundNoise,
+    server: ServerOptimizer,
+    hyper: ServerHyper,
+) -> Reduction:
+    """Reduce a round with central noise; see `release` for the mean.
+
+    The optimizer's step only sees what is published, so it costs nothing.
+    """
+    published = release(
+        shapes_of(state), updates, privacy=privacy, clip=clip, devices=devices, noise=noise
+    )
+    after, next_slots = reduce_updates(
+        state, slots, [(1, opened) for opened in updates], weighting="equal", server=server,
+        hyper=hyper, combine=lambda _: published.mean,
+    )  # fmt: skip
+    return Reduction(after, next_slots, published.clipped, published.clip)

@@ -1,0 +1,84 @@
+"""What a run or a study has spent, as people and the metadata of its model show it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from triplane.unified_ir.federated.privacy.accountant import MAX_EPSILON, NoiseEvent, epsilon
+from triplane.unified_ir.federated.privacy.budget import RunBudget
+from triplane.unified_ir.federated.privacy.settings import UNIT, DifferentialPrivacy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrivacySpent:
+    """What the published states of a run cost a device.
+
+    epsilon: spent, at `delta`, for the device that was used most often. target: what the run may
+    spend, 0 without a limit. unit: what neighbouring runs differ in. uses: most of one device.
+    """
+
+    epsilon: float
+    target: float
+    delta: float
+    unit: str
+    noise: str
+    noise_multiplier: float
+    law: str
+    rounds: int
+    uses: int
+    separation: int
+    clip: float
+
+    @property
+    def text(self) -> str:
+        """One line for people."""
+        of = f" of {self.target:g}" if self.target else ""
+        return (
+            f"epsilon {self.epsilon:.4g}{of} spent at delta {self.delta:g} for {self.unit} after "
+            f"{self.rounds} rounds: {self.noise} noise with multiplier "
+            f"{self.noise_multiplier:.4g}, {self.uses} uses of a device at most"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields by name."""
+        return asdict(self)
+
+
+def privacy_spent(privacy: DifferentialPrivacy, budget: RunBudget) -> PrivacySpent:
+    """Return what the charged rounds spent, by dp-accounting where it is installed."""
+    uses = budget.uses(budget.rounds)
+    event = NoiseEvent(budget.noise_multiplier, uses, budget.law)
+    return PrivacySpent(
+        epsilon=epsilon([event], budget.delta),
+        target=0.0 if budget.epsilon == MAX_EPSILON else budget.epsilon,
+        delta=budget.delta,
+        unit=UNIT,
+        noise=f"correlated {privacy.placement}" if privacy.correlated else privacy.placement,
+        noise_multiplier=budget.noise_multiplier,
+        law=budget.law,
+        rounds=budget.rounds,
+        uses=uses,
+        separation=budget.separation,
+        clip=privacy.clip,
+    )
+
+
+def too_many_rounds(rounds: int, fitting: int, budget: RunBudget) -> str:
+    """Return why only `fitting` of the rounds are done, or empty."""
+    if fitting >= rounds:
+        return ""
+    return (
+        f"{fitting} of {rounds} rounds fit into epsilon {budget.epsilon:g} at delta "
+        f"{budget.delta:g} with noise multiplier {budget.noise_multiplier:g}"
+    )
+
+
+def no_round_fits(budget: RunBudget) -> str:
+    """Return why a run cannot begin."""
+    first = NoiseEvent(budget.noise_multiplier, 1, budget.law)
+    return (
+        f"one round with noise multiplier {budget.noise_multiplier:g} spends epsilon "
+        f"{epsilon([first], budget.delta):.4g} at delta {budget.delta:g}, above {budget.epsilon:g}; "
+        "raise epsilon or the noise multiplier, or leave the multiplier out to get the least one"
+    )

@@ -1,0 +1,107 @@
+"""A round of a study with differential privacy.
+
+What has to survive between rounds is with the optimizer's slots, and saved with them: the noise
+that later rounds take back, and the norm if it follows the updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.algorithms.composition import reduce_private_round
+from triplane.unified_ir.federated.core.draws import Array
+from triplane.unified_ir.federated.core.limits import OFF
+from triplane.unified_ir.federated.core.reduce import ServerHyper, ServerOptimizer
+from triplane.unified_ir.federated.privacy.central import check_population
+from triplane.unified_ir.federated.privacy.release import Open, draw, entries_of, shapes_of
+from triplane.unified_ir.federated.privacy.report import (
+    no_round_fits,
+    privacy_spent,
+    too_many_rounds,
+)
+from triplane.unified_ir.federated.privacy.settings import DifferentialPrivacy
+from triplane.unified_ir.federated.study.checkpoint import StudyProgress
+from triplane.unified_ir.federated.study.trial import Trial
+
+NOISE: Final = "noise."
+"""Prefix of earlier noise among the slots; the number of its round follows."""
+NORM: Final = f"{NOISE}norm"
+
+
+@dataclass(frozen=True, slots=True)
+class Next:
+    """What a round becomes. slots: what the server remembers until the next one.
+
+    scaled: updates that were above a norm bound.
+    """
+
+    shared: Mapping[str, Array]
+    slots: Mapping[str, Array]
+    scaled: int = 0
+
+
+def norm_of(slots: Mapping[str, Array], privacy: DifferentialPrivacy) -> float:
+    """Return the norm to which changes of the next round are clipped."""
+    return float(slots[NORM]) if NORM in slots else privacy.clip
+
+
+def within_budget(study: Any, *, devices: int, population: int) -> dict[str, Any]:
+    """Return the fields of a study that its privacy decides: the noise, the rounds that fit.
+
+    devices: in each round. population: devices that learn. InvalidInput: not one round fits, or
+    there are too few devices.
+    """
+    privacy: DifferentialPrivacy = study.privacy.resolved(study.rounds)
+    budget = privacy.budget()
+    rounds = budget.most_rounds(study.rounds)
+    if not rounds:
+        raise InvalidInput(no_round_fits(budget))
+    check_population(population, devices, privacy.separation)
+    most = privacy.most_uses
+    if most and devices * rounds > population * most:
+        raise InvalidInput(
+            f"{rounds} rounds of {devices} devices need {devices * rounds} uses, and {population} "
+            f"devices have {population * most} (most uses of a device: {most}); ask for fewer "
+            "rounds or devices a round, or allow more uses"
+        )
+    # The clipping norm is the bound, and losses must not decide which state is next.
+    limits = replace(study.robustness, norm_bound=OFF, returns=0)
+    return {"privacy": privacy, "rounds": rounds, "robustness": limits}
+
+
+def with_account(trial: Trial, privacy: DifferentialPrivacy, asked: int) -> Trial:
+    """Return the trial with what it spent. asked: rounds that it would have had."""
+    budget = replace(privacy.budget(), rounds=trial.last_round)
+    ended = too_many_rounds(asked, trial.last_round, budget)
+    return replace(trial, privacy=privacy_spent(privacy, budget), ended=ended)
+
+
+def reduce_privately(
+    at: StudyProgress,
+    updates: Sequence[Open],
+    privacy: DifferentialPrivacy,
+    *,
+    devices: int,
+    server: ServerOptimizer,
+    hyper: ServerHyper,
+) -> Next:
+    """Reduce the round after `at.rounds` with noise that is drawn now."""
+    number, norm = len(at.rounds) + 1, norm_of(at.slots, privacy)
+    kept = range(number - 1, max(0, number - privacy.bands), -1)
+    past = {name: at.slots[name] for n in kept if (name := f"{NOISE}{n}") in at.slots}
+    entries = entries_of(shapes_of(at.shared))
+    noise = draw(privacy, norm, entries, devices, list(past.values()))
+    slots = {name: x for name, x in at.slots.items() if not name.startswith(NOISE)}
+    done = reduce_private_round(
+        at.shared, slots, updates, privacy=privacy, clip=norm, devices=devices, noise=noise,
+        server=server, hyper=hyper,
+    )  # fmt: skip
+    own = {NORM: np.array(done.clip)} if privacy.quantile else {}
+    if privacy.bands > 1:
+        own |= past | {f"{NOISE}{number}": noise.steps}
+    return Next(done.state, {**done.slots, **own}, done.scaled)
