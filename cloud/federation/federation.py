@@ -23,6 +23,7 @@ from triplane.cloud.federation.flower.runs import FlowerRuns
 from triplane.cloud.federation.journal import Prepared, RunRecord
 from triplane.cloud.federation.live import LiveRun
 from triplane.cloud.federation.live_runs import LiveRuns
+from triplane.cloud.federation.noise_store import NoiseStore
 from triplane.cloud.federation.plan_signing import PlanSignatures
 from triplane.cloud.federation.preparation import Preparation
 from triplane.cloud.federation.recovery import Recovery
@@ -81,7 +82,10 @@ class Federation:
         self.live = LiveRuns(db, clock, epoch or secrets.token_hex(8))
         self.updates = UpdateStore(folder / "updates", blobs, self.live.small_update)
         children = children or Children(folder / "children")
-        self._results = Results(db, blobs, self.updates, children, registry, self.live.shares_plan)
+        self._results = Results(
+            db, blobs, self.updates, children, registry, self.live.shares_plan,
+            noise=NoiseStore(folder / "noise"),
+        )  # fmt: skip
         self._flower = FlowerRuns(
             db, blobs, self.updates, self._results, folder=folder / "flower",
             strategies=strategies or folder / "strategies", put=self.live.put,

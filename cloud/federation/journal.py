@@ -14,6 +14,7 @@ from typing import Any, Final
 import sqlalchemy as sa
 
 from triplane.cloud.federation.coding import from_json, to_json
+from triplane.cloud.federation.private_runs import privacy_of
 from triplane.cloud.federation.run_projection import RunProjection, follow
 from triplane.cloud.federation.spec import count_of, least_updates
 from triplane.cloud.federation.tables import EVENTS, RUNS, SMALL, SMALL_STATES
@@ -288,9 +289,10 @@ def first_projection(record: RunRecord) -> RunProjection:
 
 def plan_of(spec: pb.Spec) -> core.RunPlan:
     """Return the machine's plan of a spec whose defaults are filled in."""
-    cohort = spec.cohort
+    cohort, privacy = spec.cohort, privacy_of(spec)
+    budget = None if privacy is None else privacy.budget()
     return core.RunPlan(
-        rounds=spec.rounds,
+        rounds=spec.rounds if budget is None else budget.most_rounds(spec.rounds),
         devices=cohort.devices,
         asked=cohort.devices + count_of(cohort.devices, cohort.over_selection),
         quorum=least_updates(cohort.devices, cohort.quorum),
@@ -300,6 +302,8 @@ def plan_of(spec: pb.Spec) -> core.RunPlan:
         seed=spec.seed,
         needs_scores=not spec.flower.app,
         returns=spec.robustness.returns,
+        budget=budget,
+        clip=0.0 if privacy is None else privacy.clip,
     )
 
 

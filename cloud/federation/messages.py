@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Final
 
 from triplane.cloud.federation.journal import RunRecord
+from triplane.cloud.federation.private_runs import noise_terms
 from triplane.cloud.federation.run_projection import RunProjection
 from triplane.cloud.federation.spec import least_updates
 from triplane.proto import federation_pb2 as pb
@@ -157,6 +158,8 @@ def task_message(
         task.evaluate.CopyFrom(pb.Evaluate(steps=spec.hyperparameters.inner_steps))
     else:
         task.learn.CopyFrom(pb.Learn(compression=spec.compression, keep=spec.keep))
+        if (terms := noise_terms(spec, state)) is not None:
+            task.noise.CopyFrom(terms)
     return task
 
 

@@ -10,19 +10,27 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import sqlalchemy as sa
 
 from triplane.cloud.federation import journal
-from triplane.cloud.federation.children import Children
+from triplane.cloud.federation.children import Children, Planned
 from triplane.cloud.federation.journal import Prepared, RunRecord
 from triplane.cloud.federation.live import MakeEvent, Write
+from triplane.cloud.federation.noise_store import NoiseStore
+from triplane.cloud.federation.private_runs import (
+    check_rows,
+    privacy_of,
+    reduce_with_noise,
+    spent_by,
+)
 from triplane.cloud.federation.run_projection import RunProjection, turn_of
 from triplane.cloud.federation.spec import hyper_of, robustness_of
 from triplane.cloud.federation.update_store import UpdateStore
@@ -42,9 +50,10 @@ from triplane.unified_ir.federated.core.files import (
     read_state,
     write_state,
 )
-from triplane.unified_ir.federated.core.learn import buffers
+from triplane.unified_ir.federated.core.learn import buffers, sent_buffers
 from triplane.unified_ir.federated.core.limits import RoundUpdate
 from triplane.unified_ir.federated.core.run import (
+    ENDED,
     NEWEST_RULES,
     Finished,
     Judged,
@@ -54,6 +63,9 @@ from triplane.unified_ir.federated.core.run import (
     Reduced,
     RunState,
 )
+
+if TYPE_CHECKING:
+    from triplane.unified_ir.federated.algorithms.aggregators import Reduction
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +89,11 @@ class Results:
         children: Children,
         registry: Registry,
         shares_plan: SharesPlan,
+        *,
+        noise: NoiseStore,
     ) -> None:
         self._db, self._blobs, self._updates, self._children = db, blobs, updates, children
+        self._noise = noise
         self._registry, self._shares_plan = registry, shares_plan
         for pattern in (f"{UNFINISHED}*", f".{UNFINISHED}*"):  # of a process that was killed
             for left in blobs.partial.glob(pattern):
@@ -124,6 +139,7 @@ class Results:
             plan = await asyncio.to_thread(self._blobs.put_file, planned.plan)
             state = await asyncio.to_thread(self._blobs.put_file, planned.state)
             await asyncio.to_thread(self._make_durable, {state})  # it may be another run's
+            await asyncio.to_thread(self._check_buffers, record.spec, planned, state)
         # Garbage collection removes blobs that no row names, and the rows are written later.
         await claim(self._db, self._blobs, {plan, state})
         return Prepared(
@@ -138,15 +154,22 @@ class Results:
             rules=NEWEST_RULES,
         )
 
+    def _check_buffers(self, spec: pb.Spec, planned: Planned, state: bytes) -> None:
+        """Raise InvalidInput if the run's options do not compose with buffers that it has."""
+        tensors = read_state(self._blobs.find(state), plan=planned.digest)
+        check_rows(spec, robustness_of(spec), buffers=bool(sent_buffers(tensors, planned.roles)))
+
     async def reduce(
         self, record: RunRecord, projection: RunProjection, order: Reduce
     ) -> tuple[MakeEvent, Write | None]:
         """See `live.Worker`."""
         known: set[bytes] = set()
         small: dict[str, bytes] = {}
-        state, slots, scaled = await asyncio.to_thread(
+        state, slots, done = await asyncio.to_thread(
             self._reduce, record, projection.state, order, known, small
         )
+        budget = projection.state.budget
+        charged = 0 if budget is None else budget.charge(order.number).rounds
         await claim(self._db, self._blobs, known)
 
         def write(connection: sa.Connection, after: RunProjection) -> None:
@@ -154,7 +177,7 @@ class Results:
             if slots != record.slots.hex():
                 journal.change(connection, record.id, slots=bytes.fromhex(slots))
 
-        return reduced_event(order, state, scaled), write
+        return reduced_event(order, state, done.scaled, charged=charged, clip=done.clip), write
 
     def _reduce(
         self,
@@ -163,14 +186,13 @@ class Results:
         order: Reduce,
         known: set[bytes],
         small: dict[str, bytes],
-    ) -> tuple[str, str, int]:
-        """Return the digests of the next state and of the optimizer's, and the scaled updates.
+    ) -> tuple[str, str, Reduction]:
+        """Return the digests of the next state and of the optimizer's, and the reduction.
 
         Adds to `known` the blobs that existed before, and to `small` the bytes to write as rows.
         """
-        prepared, spec, at_hand = record.prepared, record.spec, before.round
+        prepared = record.prepared
         assert prepared is not None
-        assert at_hand is not None
         state = self._read(bytes.fromhex(before.shared), prepared)
         remembered = record.slots and not before.fresh_optimizer
         slots: dict[str, Array] = self._read(record.slots, prepared) if remembered else {}
@@ -185,25 +207,45 @@ class Results:
             for lease in order.leases
             if lease.update is not None
         ]
+        done = self._reduced(record, before, order, state, slots, updates)
+        roles = dict(prepared.roles)
+        name = self._write(done.state, roles, prepared.plan_digest, known, small)
+        if not done.slots:
+            return name, "", done
+        slot_roles = dict.fromkeys(done.slots, BUFFER)
+        kept = self._write(done.slots, slot_roles, prepared.plan_digest, known, small)
+        return name, kept, done
+
+    def _reduced(
+        self,
+        record: RunRecord,
+        before: RunState,
+        order: Reduce,
+        state: dict[str, Array],
+        slots: dict[str, Array],
+        updates: list[RoundUpdate],
+    ) -> Reduction:
         # The graphs come with them.
         from triplane.unified_ir.federated.algorithms import algorithm
         from triplane.unified_ir.federated.algorithms.aggregators import reduce_round
 
+        prepared, spec, at_hand = record.prepared, record.spec, before.round
+        assert prepared is not None
+        assert at_hand is not None
         row, hyper = algorithm(spec.algorithm), hyper_of(spec)
-        done = reduce_round(
+        if before.budget is not None:
+            return reduce_with_noise(
+                self._noise, spec, before, state, slots, updates, server=row.server, hyper=hyper
+            )
+        return reduce_round(
             state, slots, updates, robustness=robustness_of(spec),
             draws=Draws(spec.seed, order.number, "", "buckets"),
             weighting=prepared.weighting, server=row.server, hyper=hyper,
             buffers=frozenset(buffers(prepared.roles)),
-            shares=row.shares(hyper, like, updates=len(updates), members=at_hand.population),
+            shares=row.shares(
+                hyper, like_of(state), updates=len(updates), members=at_hand.population
+            ),
         )  # fmt: skip
-        roles = dict(prepared.roles)
-        name = self._write(done.state, roles, prepared.plan_digest, known, small)
-        if not done.slots:
-            return name, "", done.scaled
-        slot_roles = dict.fromkeys(done.slots, BUFFER)
-        kept = self._write(done.slots, slot_roles, prepared.plan_digest, known, small)
-        return name, kept, done.scaled
 
     def _read(self, sha256: bytes, prepared: Prepared) -> dict[str, Array]:
         path = self._blobs.find(sha256)
@@ -263,7 +305,12 @@ class Results:
         last = {bytes.fromhex(projection.state.shared), record.slots} - {b""}
         # `write` below deletes the rows that could restore these files.
         await asyncio.to_thread(self._make_durable, last)
-        async with self._children.finish(model, spec, state, prepared.plan_digest) as finished:
+        from triplane.unified_ir.federated.algorithms.plan import PRIVACY_KEY
+
+        spent = spent_by(spec, projection.state)
+        meta = {} if spent is None else {PRIVACY_KEY: json.dumps(spent.to_json())}
+        finishing = self._children.finish(model, spec, state, prepared.plan_digest, meta)
+        async with finishing as finished:
             blob = await asyncio.to_thread(self._blobs.put_file, finished.path)
         await claim(self._db, self._blobs, {blob})
         push = Push(
@@ -277,7 +324,8 @@ class Results:
             lineage=Lineage(
                 parent=str(version),
                 source=f"federated run {record.id}",
-                note=f"{algorithm_text(spec)}, {spec.rounds} rounds, population {spec.population}",
+                note=f"{algorithm_text(spec)}, {projection.state.plan.rounds} rounds, population "
+                f"{spec.population}" + ("" if spent is None else f"; {spent.text}"),
             ),
         )
 
@@ -292,6 +340,9 @@ class Results:
         self, old: RunRecord, new: RunRecord, before: RunProjection, after: RunProjection
     ) -> None:
         """See `live.Worker`: removes what a closed round leaves."""
+        if after.state.charged > before.state.charged or after.state.phase in ENDED:
+            loop = asyncio.get_running_loop()
+            loop.run_in_executor(None, self._note_published, new, after.state)
         closed = before.state.round
         if closed is None or turn_of(closed) == turn_of(after.state.round):
             return
@@ -304,6 +355,18 @@ class Results:
             stale.discard(new.prepared.state)
         # After the commit, so that an error only leaves files behind.
         asyncio.get_running_loop().run_in_executor(None, self._drop, new.id, updates, stale)
+
+    def _note_published(self, record: RunRecord, state: RunState) -> None:
+        privacy = privacy_of(record.spec)
+        if privacy is None:
+            return
+        try:
+            if state.phase in ENDED:
+                self._noise.forget(record.id)
+            else:
+                self._noise.note_published(record.id, state.charged, privacy.bands)
+        except (OSError, TriplaneError):
+            logger.exception("noise stays", extra={"run_id": record.id})
 
     def _drop(self, run: str, updates: set[bytes], stale: set[str]) -> None:
         try:
@@ -318,16 +381,20 @@ def _finished(now: RunState, at_s: float) -> Finished | None:
     return Finished(at_s=at_s) if now.phase is Phase.FINISHING else None
 
 
-def reduced_event(order: Reduce, shared: str, scaled: int = 0) -> MakeEvent:
+def reduced_event(
+    order: Reduce, shared: str, scaled: int = 0, *, charged: int = 0, clip: float = 0.0
+) -> MakeEvent:
     """Return the event of a round's next state, unless the run has left that round.
 
-    scaled: updates that were above the norm bound.
+    The other arguments are fields of `Reduced`.
     """
 
     def make(now: RunState, at_s: float) -> Reduced | None:
         if now.phase is not Phase.REDUCING or now.turn[0] != order.number:
             return None
-        return Reduced(at_s=at_s, number=order.number, shared=shared, scaled=scaled)
+        return Reduced(
+            at_s=at_s, number=order.number, shared=shared, scaled=scaled, charged=charged, clip=clip
+        )
 
     return make
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
+from triplane.cloud.federation.private_runs import fill_noise
 from triplane.cloud.registry.names import Reference, check_alias, check_name
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import InvalidInput
@@ -54,6 +55,7 @@ def with_defaults(asked: pb.Spec) -> pb.Spec:
     _count("evaluate_every", spec.evaluate_every, MAX_ROUNDS, least=0)
     _count("seed", spec.seed, MAX_SEED, least=0)
     _fill_compression(spec)
+    fill_noise(spec, robustness_of(spec))
     _fill_robustness(spec)
     if spec.alias:
         check_alias(spec.alias)
@@ -105,8 +107,8 @@ def _refuse_unbuilt(spec: pb.Spec) -> None:
     if spec.privacy:
         names = ", ".join(name[:40] for name in spec.privacy)
         raise InvalidInput(
-            f"this version has no privacy mechanisms, but the run requires: {names}; masking and "
-            "noise are not implemented, start the run without them or not at all"
+            f"the field `privacy` is of earlier releases, and the run requires in it: {names}; ask "
+            "for masking and noise by their own fields (--mask, --noise)"
         )
     if spec.release not in RELEASES:
         raise InvalidInput(f"release is '' or 'auto', got {spec.release[:40]!r}")

@@ -79,6 +79,6 @@ def no_round_fits(budget: RunBudget) -> str:
     first = NoiseEvent(budget.noise_multiplier, 1, budget.law)
     return (
         f"one round with noise multiplier {budget.noise_multiplier:g} spends epsilon "
-        f"{epsilon([first], budget.delta):.4g} at delta {budget.delta:g}, above {budget.epsilon:g}; "
-        "raise epsilon or the noise multiplier, or leave the multiplier out to get the least one"
+        f"{epsilon([first], budget.delta):.4g} at delta {budget.delta:g}, above "
+        f"{budget.epsilon:g}; raise epsilon or the noise multiplier, or leave the multiplier out to get the least one"
     )
