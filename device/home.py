@@ -3,7 +3,7 @@
 identity/      key and certificate          plans/     plans and states by SHA-256
 personal/      what never leaves            pending/   updates that were not settled yet
 trust/         signed metadata              lock       held by the one process that uses it
-device.json    settings
+device.json    settings                     privacy.json  what it has spent of its privacy
 """
 
 import contextlib
@@ -25,6 +25,7 @@ from triplane.proto.errors import Conflict, InvalidInput, Unavailable
 from triplane.proto.machine_home import MachineHome
 from triplane.proto.plan_statement import Least
 from triplane.unified_ir.federated.core.defaults import HELD_OUT
+from triplane.unified_ir.federated.privacy.accountant import DELTA, check_delta, check_epsilon
 
 DEFAULT_HOME: Final = "~/.triplane/device"
 MAX_NOTE_BYTES: Final = 64 << 10
@@ -60,6 +61,8 @@ class DeviceSettings:
     least_devices, least_batch, least_steps: smallest rounds that the device takes part in, beyond
     what a plan's signature demands. algorithms: the only ones that it runs, if there are any.
     plans_by_people: run no plan that only the cloud's key has signed, within the policy.
+    privacy_epsilon, privacy_delta: what updates to all runs together may spend, 0 for no limit;
+    with a limit, the device learns only in runs with differential privacy.
     """
 
     population: str = "default"
@@ -77,6 +80,8 @@ class DeviceSettings:
     least_steps: int = 1
     algorithms: tuple[str, ...] = ()
     plans_by_people: bool = False
+    privacy_epsilon: float = 0.0
+    privacy_delta: float = DELTA
 
     def __post_init__(self) -> None:
         for name in ("x", "y", "algorithms"):
@@ -102,6 +107,9 @@ class DeviceSettings:
                 f"{self.max_memory_bytes} and {self.max_cpu_s}"
             )
         _ = self.least  # raises InvalidInput
+        check_delta(self.privacy_delta)
+        if self.privacy_epsilon:
+            check_epsilon(self.privacy_epsilon)
         if not (math.isfinite(self.held_out) and 0 <= self.held_out < 1):
             raise InvalidInput(f"held_out must be a share in [0, 1), got {self.held_out}")
 
@@ -187,6 +195,7 @@ class DeviceHome(MachineHome[DeviceSettings]):
         self.trust = self.path / "trust"
         self.enrolled_file = self.path / "enrolled.json"
         self.session_file = self.path / "session.json"
+        self.privacy_file = self.path / "privacy.json"
 
     def make(self) -> None:
         """Make the folders; only this user may enter."""

@@ -28,6 +28,7 @@ from triplane.device.memory import (
     unsettled,
 )
 from triplane.device.model import SHARED, DeviceModel, ModelChoice
+from triplane.device.privacy_account import PrivacyAccount
 from triplane.device.signed_plans import SignedPlans, Verify, verified_here
 from triplane.device.stopping import StopToken
 from triplane.device.tasks import MAX_REASON_CHARS, Blob, Task, WorkSet
@@ -47,6 +48,7 @@ from triplane.unified_ir.federated.core.learn import (
     learn,
     shared,
 )
+from triplane.unified_ir.federated.privacy.clipping import clip
 from triplane.unified_ir.files.container import Container
 from triplane.unified_ir.runtime.plan import Plan
 from triplane.unified_ir.runtime.session import CancellationToken as GraphStop
@@ -100,6 +102,7 @@ class TaskRunner:
         self._states = BlobFolder(home.plans, UNSYNCED, max_bytes=settings.max_blob_bytes)
         self.memory = Memory(home.personal, home.pending)
         self.model = DeviceModel(home.model)
+        self._privacy = PrivacyAccount(home, settings)
         self._plan: Plan | None = None
         self._plan_blob = b""
         self._fetched: set[bytes] = set()  # the state that this process fetched and verified
@@ -151,6 +154,8 @@ class TaskRunner:
                 return self._contribution_of(pending, task, stop)
             if pending.facts.run == task.work.run and task.kind in WRITERS:
                 raise Conflict(unsettled(pending.facts))
+        if task.kind in WRITERS:
+            self._privacy.check(task.work.run, task.work.round, task.lease, task.noise)
         if task.message is not None and self._app is None:
             raise Conflict("this device has no ClientApp; its owner gives it one (--app)")
         path = self._fetch(task.plan, self._blobs, wanted, stop)
@@ -188,7 +193,11 @@ class TaskRunner:
             StoppablePlan(plan, stop), task.work, self._shard, lambda: self._state_of(plan, task)
         )
         facts = _update_facts(task, learned.examples, learned.loss, began_s)
-        return self._contribution_of(self._written(plan, task, facts, learned.change), task, stop)
+        change = learned.change
+        if task.noise is not None:
+            change = {name: np.array(x) for name, x in change.items()}
+            clip(change, task.noise.clip)
+        return self._contribution_of(self._written(plan, task, facts, change), task, stop)
 
     def score(self, plan: Plan, task: Task, stop: StopToken) -> pb.Contribution:
         """Score the shared state before and after adaptation; keep the better for `predict`."""
@@ -263,6 +272,9 @@ class TaskRunner:
     ) -> pb.Contribution:
         """Return the contribution of an update: with its bytes, or after uploading them."""
         facts = pending.facts
+        if task.noise is not None:
+            # Before a byte leaves. A repeat under the same lease is free: it sends the same bytes.
+            self._privacy.charge(facts.run, facts.round, facts.lease, task.noise)
         data = self.memory.inline_of(pending, task.inline_bytes) if task.inline_bytes else None
         stop.check()
         if data is None:
@@ -420,8 +432,11 @@ WRITERS: Final = ("learn", "flower")
 def _can_repeat(plan: Plan, task: Task) -> bool:
     """Return whether a killed process could learn the same update again without a loss.
 
-    Compression leaves a remainder, and steps of a plan with limits cannot be repeated.
+    Compression leaves a remainder, and steps of a plan with limits cannot be repeated. With noise,
+    other samples must not give a second update under one charge.
     """
+    if task.noise is not None:
+        return False
     limited = plan.limits.max_steps or plan.limits.time_s
     return not (plan.view("personal") or task.compression or limited)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from triplane.device.privacy_account import NoiseTask, noise_task
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import InvalidInput
 from triplane.proto.plan_statement import MAX_LEAST
@@ -46,7 +47,8 @@ class Task:
     this device's own app.
     inline_state: the verified bytes of the state, if they came with the task. inline_bytes: largest
     update that is sent within its contribution. cohort: fewest updates of which the next state is
-    computed, as the cloud says; 0 if it does not. document: the message that it was parsed from.
+    computed, as the cloud says; 0 if it does not. noise: what the cloud asks of the change in a run
+    with differential privacy. document: the message that it was parsed from.
     """
 
     kind: str
@@ -62,6 +64,7 @@ class Task:
     inline_state: bytes = b""
     inline_bytes: int = 0
     cohort: int = 0
+    noise: NoiseTask | None = None
     document: pb.Task = field(default_factory=pb.Task, repr=False, compare=False)
 
     def contribution(self, **outcome: Any) -> pb.Contribution:
@@ -147,7 +150,13 @@ def _learns(task: Task, message: pb.Task, _max_blob_bytes: int) -> Task:
     keep = learn.keep or 1.0
     # Constructed only to validate its arguments.
     Compressor(learn.compression, keep=keep)
-    return replace(task, compression=learn.compression, keep=keep)
+    noise = noise_task(message.noise) if message.HasField("noise") else None
+    if noise is not None and learn.compression:
+        raise InvalidInput(
+            "a change that is clipped for differential privacy is not compressed, which may make "
+            f"it longer; the task asks for {learn.compression!r}"
+        )
+    return replace(task, compression=learn.compression, keep=keep, noise=noise)
 
 
 def _evaluates(task: Task, message: pb.Task, _max_blob_bytes: int) -> Task:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Final
 
 from triplane.cloud.federation.journal import RunRecord
-from triplane.cloud.federation.private_runs import noise_terms
+from triplane.cloud.federation.private_runs import noise_terms, why_fewer_rounds
 from triplane.cloud.federation.run_projection import RunProjection
 from triplane.cloud.federation.spec import least_updates
 from triplane.proto import federation_pb2 as pb
@@ -59,11 +59,16 @@ def run_message(
     down: bytes that devices downloaded in the current round. waits: why nothing can be written at
     the moment, or empty. waiting: the reason why a device cannot work at the moment, by device.
     """
-    later = dict.fromkeys(("round", "members", "rounds", "refusals", "revision", "metric"))
+    later = dict.fromkeys(
+        ("round", "members", "rounds", "refusals", "revision", "metric", "epsilon_spent")
+    )
     phase = pb.Run.Phase.Value((record.before or "preparing").upper())
     message = message_from(pb.Run, record, phase=phase, **later)
     if projection is not None:
         _add_state(message, projection, rounds=rounds, down=down)
+        if (budget := projection.state.budget) is not None:
+            message.epsilon_spent = budget.spent
+            message.reason = message.reason or why_fewer_rounds(record.spec, projection.state)
     message.reason = waits or message.reason
     for member in message.members:
         member.waits = waiting.get(member.device, "")

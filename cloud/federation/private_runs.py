@@ -11,7 +11,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.limits import ADAPTIVE, RoundUpdate
 from triplane.unified_ir.federated.core.run import RunState
-from triplane.unified_ir.federated.privacy.accountant import MAX_EPSILON
+from triplane.unified_ir.federated.privacy.accountant import DELTA, MAX_EPSILON
 from triplane.unified_ir.federated.privacy.release import draw, entries_of, shapes_of
 from triplane.unified_ir.federated.privacy.report import (
     PrivacySpent,
@@ -22,7 +22,6 @@ from triplane.unified_ir.federated.privacy.report import (
 from triplane.unified_ir.federated.privacy.settings import (
     CENTRAL,
     CLIP,
-    DELTA,
     DISTRIBUTED,
     QUANTILE,
     DifferentialPrivacy,

@@ -108,4 +108,5 @@ def reduce_private_round(
         state, slots, [(1, opened) for opened in updates], weighting="equal", server=server,
         hyper=hyper, combine=lambda _: published.mean,
     )  # fmt: skip
-    return Reduction(after, next_slots, published.clipped, published.clip)
+    clip_after = published.clip if privacy.quantile else 0.0
+    return Reduction(after, next_slots, published.clipped, clip_after)

@@ -33,16 +33,21 @@ class PrivacySpent:
     @property
     def text(self) -> str:
         """One line for people."""
-        of = f" of {self.target:g}" if self.target else ""
+        spent = spent_text(self.epsilon, self.target, self.delta)
         return (
-            f"epsilon {self.epsilon:.4g}{of} spent at delta {self.delta:g} for {self.unit} after "
-            f"{self.rounds} rounds: {self.noise} noise with multiplier "
+            f"{spent} after {self.rounds} rounds: {self.noise} noise with multiplier "
             f"{self.noise_multiplier:.4g}, {self.uses} uses of a device at most"
         )
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields by name."""
         return asdict(self)
+
+
+def spent_text(epsilon: float, target: float, delta: float) -> str:
+    """Return a few words for people. target: what may be spent, 0 without a limit."""
+    of = f" of {target:g}" if 0 < target < MAX_EPSILON else ""
+    return f"epsilon {epsilon:.4g}{of} spent at delta {delta:g} for {UNIT}"
 
 
 def privacy_spent(privacy: DifferentialPrivacy, budget: RunBudget) -> PrivacySpent:

@@ -9,6 +9,7 @@ from typing import Final
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.privacy.accountant import (
     CONCENTRATED,
+    DELTA,
     GAUSSIAN,
     MAX_EPSILON,
     MAX_SEPARATION,
@@ -24,7 +25,6 @@ CENTRAL: Final = "central"
 DISTRIBUTED: Final = "distributed"
 PLACEMENTS: Final = (CENTRAL, DISTRIBUTED)
 UNIT: Final = "one device"
-DELTA: Final = 1e-5
 CLIP: Final = 1.0
 QUANTILE: Final = 0.5
 RATE: Final = 0.2
