@@ -64,9 +64,14 @@ class PrivacyAccount:
         self._delta = settings.privacy_delta
 
     def check(self, run: str, round_: int, lease: str, noise: NoiseTask | None) -> None:
-        """Raise Conflict if the round may not have an update of this device."""
+        """Raise Conflict if the round may not have a new update of this device."""
         if noise is not None:
-            self._budget().charge(run, round_, noise.event, lease)
+            budget = self._budget()
+            if budget.charge(run, round_, noise.event, lease) is budget:
+                raise Conflict(
+                    f"the update of round {round_} was charged before, and is not here any more; a "
+                    "second one under the same lease would be free"
+                )
         elif self._limited:
             raise Conflict(
                 "this device takes part in runs with differential privacy only, because its owner "

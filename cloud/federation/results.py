@@ -307,7 +307,7 @@ class Results:
         await asyncio.to_thread(self._make_durable, last)
         from triplane.unified_ir.federated.algorithms.plan import PRIVACY_KEY
 
-        spent = spent_by(spec, projection.state)
+        spent = await asyncio.to_thread(spent_by, spec, projection.state)
         meta = {} if spent is None else {PRIVACY_KEY: json.dumps(spent.to_json())}
         finishing = self._children.finish(model, spec, state, prepared.plan_digest, meta)
         async with finishing as finished:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from triplane.unified_ir.federated.privacy.accountant import MAX_EPSILON, NoiseEvent, epsilon
@@ -81,9 +81,9 @@ def too_many_rounds(rounds: int, fitting: int, budget: RunBudget) -> str:
 
 def no_round_fits(budget: RunBudget) -> str:
     """Return why a run cannot begin."""
-    first = NoiseEvent(budget.noise_multiplier, 1, budget.law)
+    spent = replace(budget, rounds=1).spent
     return (
-        f"one round with noise multiplier {budget.noise_multiplier:g} spends epsilon "
-        f"{epsilon([first], budget.delta):.4g} at delta {budget.delta:g}, above "
-        f"{budget.epsilon:g}; raise epsilon or the noise multiplier, or leave the multiplier out to get the least one"
+        f"one round with noise multiplier {budget.noise_multiplier:g} spends epsilon {spent:.4g} "
+        f"at delta {budget.delta:g}, above {budget.epsilon:g}; raise epsilon or the noise "
+        "multiplier, or leave the multiplier out to get the least one"
     )
