@@ -67,6 +67,12 @@ def fill_noise(spec: pb.Spec, robustness: Robustness) -> None:
             "version do not add it there yet; use central noise, or try it in a study (triplane "
             "federate simulate --mask --noise distributed)"
         )
+    if spec.HasField("masking"):
+        raise InvalidInput(
+            "the cloud does not add noise to sums under masking yet, because it cannot clip what "
+            "it does not see, and the integers of masked updates are longer than what was clipped; "
+            "leave masking or noise out"
+        )
     privacy = privacy.resolved(spec.rounds)
     budget = privacy.budget()
     if not budget.most_rounds(spec.rounds):
