@@ -148,9 +148,10 @@ def played(tmp_path, tasks, settings=None):
 
     async def story():
         async with staged(tmp_path / "stage") as stage:
-            client = client_at(stage, tmp_path / "ann", plans.shard(held_out=6))
             if settings:
+                (tmp_path / "ann").mkdir()
                 (tmp_path / "ann" / "device.json").write_text(json.dumps(settings))
+            client = client_at(stage, tmp_path / "ann", plans.shard(held_out=6))
             answers = []
             async with serving(client):
                 await stage.offer()
