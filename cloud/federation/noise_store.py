@@ -10,7 +10,7 @@ brought the round back. It stays while later rounds take it back, and is removed
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -87,6 +87,12 @@ class NoiseStore:
             OS_DISK.remove(path)
         if folder.exists():
             folder.rmdir()
+
+    def keep_only(self, runs: Collection[str]) -> None:
+        """Remove the noise of other runs, which a kill may have left when they ended."""
+        left = self._folder.iterdir() if self._folder.exists() else ()
+        for run in {path.name for path in left} - set(runs):
+            self.forget(run)
 
     def _numbers(self, run: str) -> list[int]:
         """Return the numbers of the published rounds whose files are there."""

@@ -93,7 +93,7 @@ class Results:
         noise: NoiseStore,
     ) -> None:
         self._db, self._blobs, self._updates, self._children = db, blobs, updates, children
-        self._noise = noise
+        self.noise = noise
         self._registry, self._shares_plan = registry, shares_plan
         for pattern in (f"{UNFINISHED}*", f".{UNFINISHED}*"):  # of a process that was killed
             for left in blobs.partial.glob(pattern):
@@ -235,7 +235,7 @@ class Results:
         row, hyper = algorithm(spec.algorithm), hyper_of(spec)
         if before.budget is not None:
             return reduce_with_noise(
-                self._noise, spec, before, state, slots, updates, server=row.server, hyper=hyper
+                self.noise, spec, before, state, slots, updates, server=row.server, hyper=hyper
             )
         return reduce_round(
             state, slots, updates, robustness=robustness_of(spec),
@@ -362,9 +362,9 @@ class Results:
             return
         try:
             if state.phase in ENDED:
-                self._noise.forget(record.id)
+                self.noise.forget(record.id)
             else:
-                self._noise.note_published(record.id, state.charged, privacy.bands)
+                self.noise.note_published(record.id, state.charged, privacy.bands)
         except (OSError, TriplaneError):
             logger.exception("noise stays", extra={"run_id": record.id})
 

@@ -116,3 +116,12 @@ def test_the_charge_is_written_with_the_noise(tmp_path):
     noise(tmp_path, 2, Draws())
     text = json.dumps(charged(2).to_json()).encode()
     assert text in (tmp_path / RUN / "2.drawn").read_bytes()
+
+
+def test_a_start_removes_the_noise_of_runs_that_ended(tmp_path):
+    store = NoiseStore(tmp_path / "noise")
+    store.keep_only({RUN})
+    for run in (RUN, "f" * 16):
+        store.noise_of(run, charged(1), 1, Draws())
+    store.keep_only({RUN})
+    assert [p.name for p in (tmp_path / "noise").iterdir()] == [RUN]
