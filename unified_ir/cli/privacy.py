@@ -18,6 +18,7 @@ from triplane.unified_ir.cli.robustness import limit_facts
 
 if TYPE_CHECKING:
     from triplane.unified_ir.federated.privacy.settings import DifferentialPrivacy
+    from triplane.unified_ir.federated.study.masked_sums import MaskedStudy
 
 NOISE: Final = "privacy"
 """Parameter of a command that has the options of noise that were set."""
@@ -45,6 +46,8 @@ NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Options, and those of which at least one has to be set beside them."""
 # fmt: on
+MASKED_CAP: Final = 256
+"""Largest weight of a masked update in a study, unless --max-examples says otherwise."""
 EPILOG: Final = """
 \b
 Differential privacy (--epsilon or --noise-multiplier) bounds what the published models tell about
@@ -167,6 +170,24 @@ def study_privacy(options: Mapping[str, Any]) -> DifferentialPrivacy | None:
         )
     renamed = {"clip_quantile": "quantile"}
     return DifferentialPrivacy(**{renamed.get(k, k): v for k, v in asked.items()})
+
+
+def study_masking(options: Mapping[str, Any]) -> MaskedStudy | None:
+    """Return the masking of a study; InvalidInput: it has no norm that bounds its integers."""
+    from triplane.unified_ir.federated.privacy.settings import CLIP
+    from triplane.unified_ir.federated.study.masked_sums import MaskedStudy
+
+    asked, noise, limits = options[MASKING], options[NOISE], options[LIMITS]
+    if asked is None:
+        return None
+    norm = limits.get("norm_bound", "") if noise is None else noise.get("clip", CLIP)
+    if norm in {"", "adaptive", "off"}:
+        raise InvalidInput(
+            "masked updates are integers in a fixed range, so --mask needs --norm-bound NUMBER, "
+            "about three times the usual norm of a change, or --clip with noise"
+        )
+    cap = limits.get("max_examples", MASKED_CAP)
+    return MaskedStudy(norm=float(norm), cap=cap, **asked)
 
 
 def study_facts(options: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from triplane.proto.errors import InvalidInput, Unavailable
 from triplane.unified_ir.cli import data_options
 from triplane.unified_ir.cli.algorithms import FILES, AlgorithmCommand
 from triplane.unified_ir.cli.number_options import flag, parse_seeds
-from triplane.unified_ir.cli.privacy import study_facts, study_privacy
+from triplane.unified_ir.cli.privacy import study_facts, study_masking, study_privacy
 from triplane.unified_ir.cli.robustness import round_lines
 from triplane.unified_ir.cli.shell import (
     COUNT,
@@ -399,6 +399,7 @@ def _study(name: str, options: dict[str, Any], seed: int) -> Study:
         evaluate_every=options["evaluate_every"],
         robustness=Robustness(**options["robustness"]),
         privacy=study_privacy(options),
+        masking=study_masking(options),
         **{k: options[k] for k in names},
     )
 
@@ -419,6 +420,8 @@ def _trial(
     seen, unseen = groups
     metric = metric_of(module.entry("evaluate").result_names)
     reported: list[int] = []
+    if study.masking is not None:
+        note(study.masking.text(study.devices or len(seen)))
 
     def on_round(row: RoundRow) -> None:
         if not reported and row.number > 1:
@@ -580,6 +583,7 @@ def _facts(options: dict[str, Any], groups: Groups) -> dict[str, str]:
         "hyper",
         "robustness",
         "privacy",
+        "masking",
     }  # fmt: skip
     options["seeds"] = _seeds(options)
     facts = {

@@ -12,9 +12,7 @@ from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.reduce import ServerHyper, ServerOptimizer
 from triplane.unified_ir.federated.core.reduce import reduce as reduce_updates
 from triplane.unified_ir.federated.privacy.release import Open, RoundNoise, release, shapes_of
-from triplane.unified_ir.federated.privacy.settings import (
-    DifferentialPrivacy,
-)
+from triplane.unified_ir.federated.privacy.settings import DISTRIBUTED, DifferentialPrivacy
 
 Rows = dict[str, dict[str, Any]]
 
@@ -71,11 +69,11 @@ def _privacy_rows(privacy: DifferentialPrivacy, devices: int, honest: int) -> Ro
             }
         }
     multiplier = {"noise_multiplier": privacy.multiplier}
-    if privacy.placement == "distributed":
-        return {**rows, "noise-distributed": {**multiplier, "honest": honest}}
     if privacy.correlated:
-        return {**rows, "noise-correlated": {**multiplier, "separation": privacy.separation}}
-    return {**rows, "noise-central": multiplier}
+        rows["noise-correlated"] = {**multiplier, "separation": privacy.separation}
+    if privacy.placement == DISTRIBUTED:
+        rows["noise-distributed"] = {**multiplier, "honest": honest}
+    return rows if len(rows) > 1 else {**rows, "noise-central": multiplier}
 
 
 def _aggregator_rows(robustness: Robustness) -> Rows:

@@ -85,8 +85,9 @@ def identity(plan: str, study: Any, seen: Shards, unseen: Shards) -> dict[str, s
     options = {k: v for k, v in asdict(study).items() if k not in OPEN}
     if options["engine"] == "onnx":
         del options["engine"]  # earlier releases had no other
-    if options["privacy"] is None:
-        del options["privacy"]
+    for added in ("privacy", "masking"):
+        if options[added] is None:
+            del options[added]
     limits = options.pop("robustness")
     if study.robustness != UNLIMITED:  # earlier releases had no limits
         options["limits"] = {**limits, "numbers": study.robustness.all_numbers}

@@ -17,8 +17,10 @@ from triplane.unified_ir.federated.core.draws import Array, Draws
 from triplane.unified_ir.federated.core.learn import buffers
 from triplane.unified_ir.federated.core.limits import RoundUpdate
 from triplane.unified_ir.federated.core.metric import Metric
+from triplane.unified_ir.federated.core.reduce import reduce as reduce_updates
 from triplane.unified_ir.federated.privacy.settings import DifferentialPrivacy
 from triplane.unified_ir.federated.study.checkpoint import StudyProgress
+from triplane.unified_ir.federated.study.masked_sums import MaskedStudy, masked_sum
 from triplane.unified_ir.federated.study.private_rounds import Next, reduce_privately
 
 
@@ -43,6 +45,7 @@ class ServedStudy:
     population: int
     robustness: Robustness
     privacy: DifferentialPrivacy | None = None
+    masking: MaskedStudy | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,8 @@ class _MeanRounds:
             for x in contributions
         ]
         study, row, number = self._study, self._row, len(at.rounds) + 1
+        if study.masking is not None:
+            return self._reduce_masked(at, contributions, study.masking)
         if study.privacy is not None:
             return reduce_privately(
                 at, [u.open for u in updates], study.privacy, devices=study.devices,
@@ -138,6 +143,20 @@ class _MeanRounds:
             server=row.server, hyper=study.hyper, buffers=self._buffers, shares=shares,
         )  # fmt: skip
         return Next(done.state, done.slots, done.scaled)
+
+    def _reduce_masked(
+        self, at: StudyProgress, contributions: Sequence[Contribution], masking: MaskedStudy
+    ) -> Next:
+        study, row, number = self._study, self._row, len(at.rounds) + 1
+        seed = int(Draws(study.seed, number, "", "rotation").words(1)[0])
+        first = contributions[0].change
+        sums = masked_sum(first, masking, devices=study.devices, seed=seed, privacy=study.privacy)
+        mean = sums.mean([(x.examples, dict(x.change)) for x in contributions])
+        after, slots = reduce_updates(
+            at.shared, at.slots, [(1, lambda: mean)], weighting="equal", server=row.server,
+            hyper=study.hyper, buffers=self._buffers,
+        )  # fmt: skip
+        return Next(after, slots)
 
     def judge(self, at: StudyProgress) -> None:
         del at

@@ -37,6 +37,7 @@ from triplane.unified_ir.federated.core.learn import LOSS, Shard, Work
 from triplane.unified_ir.federated.core.rules import step
 from triplane.unified_ir.federated.privacy.clipping import clip
 from triplane.unified_ir.federated.privacy.settings import DifferentialPrivacy
+from triplane.unified_ir.federated.study import masked_sums
 from triplane.unified_ir.federated.study.change_spool import ChangeSpool
 from triplane.unified_ir.federated.study.checkpoint import Keeper, StudyProgress, identity
 from triplane.unified_ir.federated.study.private_rounds import norm_of, with_account, within_budget
@@ -89,7 +90,8 @@ class Study:
     evaluate_every: rounds between scorings, 0 to score at the end only. rates: rates of adaptation
     that are tried at the end in addition to the run's own; the best of all counts. engine: what
     runs and scores devices: "onnx", one after the other, or "xla", many at once. privacy: noise in
-    the sums; the same seed then gives other bits each time.
+    the sums; the same seed then gives other bits each time. masking: integers of 8 bits, whose
+    rounding does the same.
     """
 
     algorithm: str
@@ -110,10 +112,12 @@ class Study:
     engine: str = ENGINE
     robustness: Robustness = field(default_factory=Robustness)
     privacy: DifferentialPrivacy | None = None
+    masking: masked_sums.MaskedStudy | None = None
 
     def __post_init__(self) -> None:
         row = algorithm(self.algorithm)
         Compressor(self.compression, keep=self.keep)
+        masked_sums.check_masking(self.masking, self.privacy)
         check_choice("engine", self.engine, ENGINES)
         if self.rounds < 1 or self.devices < 0 or self.evaluate_every < 0:
             raise InvalidInput(
@@ -162,6 +166,8 @@ def simulate(
     if not shards or study.devices > len(shards):
         raise InvalidInput(f"a round asks {study.devices or 1} devices; there are {len(shards)}")
     asked = study.rounds
+    if study.privacy is not None or algorithm(study.algorithm).weighting == "equal":
+        study = replace(study, masking=masked_sums.with_equal_weights(study.masking))
     if study.privacy is not None:
         study = replace(
             study,
@@ -177,6 +183,7 @@ def simulate(
         algorithm=study.algorithm, devices=study.devices or len(shards),
         compression=study.compression, keep=study.keep, robustness=study.robustness,
         privacy=study.privacy, strategy=not server.follows_limits,
+        **masked_sums.masking_rows(study.masking, study.devices or len(shards)),
         buffers=bool(device.sent_buffers(plan.view(), plan.roles)),
     )  # fmt: skip
     facts = {**identity(digest, study, shards, others), **server.facts}
@@ -416,6 +423,8 @@ class _Simulation:
         remainders = {**place.remainders, name: lost} if lost else place.remainders
         self.place = replace(place, personal=personal, remainders=remainders)
         size = sum(x.nbytes for x in sent.values())
+        if (masking := self.study.masking) is not None:
+            size = masked_sums.masked_bytes(change, masking, self._count(), self.study.privacy)
         update = machine.Update(
             blob="", size=size, examples=done.examples, loss=done.loss, seconds=0.0
         )
