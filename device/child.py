@@ -89,7 +89,7 @@ def main(argv: list[str]) -> None:
             form=settings.form,
         )  # fmt: skip
         app = load_app(arguments["app"]) if arguments["app"] else None
-        verify = verified_apart(home, by_people=settings.plans_by_people)
+        verify = verified_apart(home, settings)
         runner = InProcessExecutor(home, shard, settings, app, verify)
         give_back_code()
         # Last, so that the limit does not count samples and libraries.

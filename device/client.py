@@ -42,10 +42,12 @@ SOFTWARE: Final = "triplane"
 FIRST_WAIT_S: Final = 0.5
 MAX_WAIT_S: Final = 30.0
 RENEWAL_LOOK_S: Final = 3600.0
+MASKING_WAIT_S: Final = 3600.0
+"""Longest time for which open masked rounds delay the use of a new certificate."""
 MODEL_TRIES: Final = 3
 """Attempts to read a model, because a newer one may replace it meanwhile."""
 REMEMBERED: Final = 256
-"""Number of leases that are remembered as done, because an older document may still name them."""
+"""Number of tasks that are remembered as done, because an older document may still name them."""
 
 TELLING_S: Final = 0.5
 """Time before its deadline at which a task ends, so that the cloud gets the reason in time."""
@@ -282,6 +284,9 @@ class _Working:
         self._stopped = asyncio.Event()
         self._runner_free = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
+        self._no_masking = asyncio.Event()
+        """Set while no masked round asks this device."""
+        self._no_masking.set()
         self._doing: tuple[str, StopToken] | None = None
         self._done: dict[str, None] = {}
 
@@ -347,8 +352,10 @@ class _Working:
             logger.info(NO_WORK[work_set.population_asked], extra=facts)
         # The document is complete: what it does not name is withdrawn.
         self._work_set = work_set
-        if self._doing and self._doing[0] not in work_set.leases:
+        if self._doing and self._doing[0] not in work_set.keys:
             self._doing[1].now()
+        has_masking = any(task.step for task in work_set.tasks)
+        (self._no_masking.clear if has_masking else self._no_masking.set)()
         self._changed.set()
 
     def _note(self, state: str, *, is_asked: bool | None = None) -> None:
@@ -369,7 +376,7 @@ class _Working:
             work_set = self._work_set
             try:
                 await self._settle(work_set)
-                contribution = await self._next(work_set)
+                answer = await self._next(work_set)
                 wait_s = FIRST_WAIT_S
                 self._tell_waits("")
             except Withdrawn:
@@ -380,10 +387,10 @@ class _Working:
                 await self._pause(wait_s)
                 wait_s = min(2 * wait_s, MAX_WAIT_S)
                 continue
-            if contribution is None:
+            if answer is None:
                 await self._changed.wait()
             else:
-                await self._contribute(contribution)
+                await self._contribute(*answer)
 
     def _tell_waits(self, reason: str) -> None:
         """Send the offer again if the reason why the device cannot work has changed."""
@@ -410,18 +417,19 @@ class _Working:
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
 
-    async def _next(self, work_set: WorkSet) -> pb.Contribution | None:
+    async def _next(self, work_set: WorkSet) -> tuple[str, pb.Contribution] | None:
         """Do the first task of a settled document that was neither done nor withdrawn meanwhile.
 
+        Return its key and its contribution.
         It does not wait until the newest document is settled, because that might never end if the
         cloud sends documents faster than the device settles.
         """
         for refused in work_set.refused:
             if refused.lease.hex() not in self._done:
-                return refused
+                return refused.lease.hex(), refused
         for task in work_set.tasks:
-            if task.lease not in self._done and task.lease in self._work_set.leases:
-                return await self._do(task, work_set)
+            if task.key not in self._done and task.key in self._work_set.keys:
+                return task.key, await self._do(task, work_set)
         return None
 
     async def _do(self, task: Task, work_set: WorkSet) -> pb.Contribution:
@@ -431,7 +439,7 @@ class _Working:
         stop = StopToken(time.monotonic() + left_s)
         # The token's own time is checked between steps; this also ends a graph that is running.
         deadline = self._loop.call_later(left_s, stop.expire)
-        self._doing = (task.lease, stop)
+        self._doing = (task.key, stop)
         wanted = [
             blob
             for other in work_set.tasks
@@ -445,18 +453,18 @@ class _Working:
             logger.warning("task not done by its deadline", extra=_facts(task))
             return task.decline(TOO_LONG)
         except Withdrawn:
-            self._remember(task.lease)
+            self._remember(task.key)
             logger.info("task withdrawn", extra=_facts(task))
             raise
         finally:
             deadline.cancel()
             self._doing = None
 
-    async def _contribute(self, contribution: pb.Contribution) -> None:
-        # Remember the lease only once the cloud has it. A repeated contribution is harmless,
-        # because the cloud takes one per lease.
+    async def _contribute(self, key: str, contribution: pb.Contribution) -> None:
+        # Remember the key only once the cloud has it. A repeated contribution is harmless, because
+        # the cloud takes one for each.
         await self._session.send(contribution)
-        self._remember(contribution.lease.hex())
+        self._remember(key)
         kind = contribution.WhichOneof("outcome")
         logger.info("contributed", extra={"run": contribution.run, "kind": kind})
 
@@ -482,8 +490,8 @@ class _Working:
                     logger.warning("work ended while stopping", extra={"reason": str(error)})
                 raise
 
-    def _remember(self, lease: str) -> None:
-        self._done[lease] = None
+    def _remember(self, key: str) -> None:
+        self._done[key] = None
         while len(self._done) > REMEMBERED:
             del self._done[next(iter(self._done))]
 
@@ -492,6 +500,10 @@ class _Working:
             if time.time() >= self._home.enrolled.renew_at_s:
                 try:
                     await asyncio.to_thread(self._home.renew)
+                    # A new process for tasks would have to leave the masked rounds that are open.
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(MASKING_WAIT_S):
+                            await self._no_masking.wait()
                     async with self._runner_free:
                         self._runner.use_new_certificate()
                     logger.info("certificate renewed")
@@ -501,7 +513,8 @@ class _Working:
 
 
 def _facts(task: Task) -> dict[str, object]:
-    return {"run": task.work.run, "round": task.work.round, "kind": task.kind}
+    facts = {"run": task.work.run, "round": task.work.round, "kind": task.kind}
+    return facts | ({"step": task.step} if task.step else {})
 
 
 def _file_of(source: "Source") -> Path:

@@ -4,6 +4,8 @@ identity/      key and certificate          plans/     plans and states by SHA-2
 personal/      what never leaves            pending/   updates that were not settled yet
 trust/         signed metadata              lock       held by the one process that uses it
 device.json    settings                     privacy.json  what it has spent of its privacy
+device.json    settings
+masking.ledger what it signed in masked rounds
 """
 
 import contextlib
@@ -23,7 +25,7 @@ from typing import Any, BinaryIO, Final
 from triplane.proto.disk import OS_DISK, AppendFile, lock_file, write_atomic
 from triplane.proto.errors import Conflict, InvalidInput, Unavailable
 from triplane.proto.machine_home import MachineHome
-from triplane.proto.plan_statement import Least
+from triplane.proto.plan_statement import Least, LeastMasking
 from triplane.unified_ir.federated.core.defaults import HELD_OUT
 from triplane.unified_ir.federated.privacy.accountant import DELTA, check_delta, check_epsilon
 
@@ -63,6 +65,9 @@ class DeviceSettings:
     plans_by_people: run no plan that only the cloud's key has signed, within the policy.
     privacy_epsilon, privacy_delta: what updates to all runs together may spend, 0 for no limit;
     with a limit, the device learns only in runs with differential privacy.
+    roster_required: take part only while a signed roster of devices lists this device.
+    masked_only: send no update in the clear. least_colluding_share, most_failure: the weakest
+    masking that the device takes part in, see `LeastMasking`.
     """
 
     population: str = "default"
@@ -82,6 +87,10 @@ class DeviceSettings:
     plans_by_people: bool = False
     privacy_epsilon: float = 0.0
     privacy_delta: float = DELTA
+    roster_required: bool = False
+    masked_only: bool = False
+    least_colluding_share: float = 0.0
+    most_failure: float = 1e-6
 
     def __post_init__(self) -> None:
         for name in ("x", "y", "algorithms"):
@@ -106,10 +115,10 @@ class DeviceSettings:
                 "max_memory_bytes and max_cpu_s are positive, or 0 for no limit, got "
                 f"{self.max_memory_bytes} and {self.max_cpu_s}"
             )
-        _ = self.least  # raises InvalidInput
         check_delta(self.privacy_delta)
         if self.privacy_epsilon:
             check_epsilon(self.privacy_epsilon)
+        _ = self.least, self.least_masking  # raise InvalidInput
         if not (math.isfinite(self.held_out) and 0 <= self.held_out < 1):
             raise InvalidInput(f"held_out must be a share in [0, 1), got {self.held_out}")
 
@@ -117,6 +126,11 @@ class DeviceSettings:
     def least(self) -> Least:
         """The smallest round that the device takes part in."""
         return Least(self.least_devices, self.least_batch, self.least_steps)
+
+    @property
+    def least_masking(self) -> LeastMasking:
+        """The weakest masking that the device takes part in."""
+        return LeastMasking(self.least_colluding_share, self.most_failure)
 
     def but(
         self,
@@ -160,10 +174,15 @@ def _is_form(name: str, value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class DeviceIdentity:
-    """The facts of a certificate that a device needs. renew_at_s: seconds since 1970."""
+    """The facts of a certificate that a device needs.
+
+    renew_at_s: seconds since 1970. key: SHA-256 of the public key in hexadecimal, by which a roster
+    lists the device.
+    """
 
     name: str
     renew_at_s: float
+    key: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +212,11 @@ class DeviceHome(MachineHome[DeviceSettings]):
         self.pending = self.path / "pending"
         self.model = self.personal / "model"
         self.trust = self.path / "trust"
+        self.roster_file = self.trust / "roster.json"
         self.enrolled_file = self.path / "enrolled.json"
         self.session_file = self.path / "session.json"
         self.privacy_file = self.path / "privacy.json"
+        self.masking_ledger = self.path / "masking.ledger"
 
     def make(self) -> None:
         """Make the folders; only this user may enter."""
@@ -211,15 +232,17 @@ class DeviceHome(MachineHome[DeviceSettings]):
         """The stored facts of the certificate, so that the device's process need not parse it."""
         try:
             parsed = json.loads(self.enrolled_file.read_bytes()[:MAX_NOTE_BYTES])
-            return DeviceIdentity(str(parsed["name"]), float(parsed["renew_at_s"]))
+            name, key = str(parsed["name"]), str(parsed["key"])
+            return DeviceIdentity(name, float(parsed["renew_at_s"]), key)
         except (OSError, ValueError, TypeError, KeyError):
             return self.note_certificate()
 
     def note_certificate(self) -> DeviceIdentity:
         """Read the certificate, and store and return the facts that a device needs."""
-        from triplane.proto.identity import renewal_due_s
+        from triplane.proto.identity import key_digest, renewal_due_s
 
-        device = DeviceIdentity(self.identity.name, renewal_due_s(self.identity))
+        key = key_digest(self.identity.certificate).hex()
+        device = DeviceIdentity(self.identity.name, renewal_due_s(self.identity), key)
         write_atomic(self.enrolled_file, json.dumps(asdict(device)).encode())
         return device
 

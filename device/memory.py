@@ -8,7 +8,8 @@ counted. So a kill at any instant loses nothing: either nothing was written, or 
 sent again.
 
 An update that implies nothing is held in memory only (`Memory.hold`): after a kill, the device
-learns it again from the same state, to the same bytes.
+learns it again from the same state, to the same bytes. A masked update is pending without its
+bytes: only what it implies waits for the settlement.
 """
 
 import contextlib
@@ -187,6 +188,14 @@ class Memory:
             self._small[pending.path] = bytes(file.part(UPDATE))
         data = self._small[pending.path]
         return data if len(data) <= most else None
+
+    def has_bytes(self, pending: PendingUpdate) -> bool:
+        """Return whether the update can be sent; one that was masked is pending without bytes."""
+        if pending.path in self._small:
+            return bool(self._small[pending.path])
+        if pending.path in self._held:
+            return True
+        return Container(pending.path, kind=KIND).manifest.part(UPDATE).size > 0
 
     def bytes_of(self, pending: PendingUpdate) -> Path:
         """Return the update alone as a file, which has the same bytes each time."""

@@ -16,9 +16,17 @@ from typing import Any, Final
 import grpc
 
 from triplane.device.home import DeviceHome, DeviceSettings
+from triplane.device.roster import current_roster, keep_roster
 from triplane.device.tasks import Task
-from triplane.proto.errors import Conflict, Corrupt, InvalidInput, TriplaneError, Unavailable
-from triplane.proto.plan_statement import MAX_LEAST, Least, PlanStatement
+from triplane.proto.errors import (
+    Conflict,
+    Corrupt,
+    InvalidInput,
+    NotFound,
+    TriplaneError,
+    Unavailable,
+)
+from triplane.proto.plan_statement import MAX_LEAST, Least, LeastMasking, PlanStatement
 from triplane.proto.targets import SignedTarget, read_target
 from triplane.unified_ir.federated.core.learn import Shard, episode_sizes, shared, takes_episodes
 from triplane.unified_ir.files.container import Container
@@ -98,6 +106,7 @@ class SignedPlans:
             )
         if task.kind != "learn":
             return  # a score leaves the device, and no tensor
+        self._check_masking(statement, task)
         self._check_size(statement, _size_of(plan, task, shard))
 
     def check_message(self, statement: PlanStatement, task: Task) -> None:
@@ -105,8 +114,23 @@ class SignedPlans:
 
         The app decides about batches, steps and what it sends.
         """
+        self._check_masking(statement, task)
         size = Least(devices=max(1, task.cohort), batch=MAX_LEAST, steps=MAX_LEAST)
         self._check_size(statement, size)
+
+    def _check_masking(self, statement: PlanStatement, task: Task) -> None:
+        """Raise Conflict if an update would be hidden less than the signature or owner demands."""
+        owner = self._settings.least_masking
+        signed = statement.masking
+        demanded = owner if signed is None else owner.stricter(signed)
+        if not task.step and signed is None and not self._settings.masked_only:
+            return
+        lacking = demanded.lacking(_masking_of(task))
+        if lacking:
+            raise Conflict(
+                f"the plan's signature and the settings in device.json (masked_only, "
+                f"least_colluding_share, most_failure) demand {lacking}"
+            )
 
     def _check_size(self, statement: PlanStatement, size: Least) -> None:
         least = statement.least.stricter(self._settings.least)
@@ -124,13 +148,24 @@ def _size_of(plan: Plan, task: Task, shard: Shard) -> Least:
     # gradient of a batch of one.
     of_step = episode_sizes(work, samples) if takes_episodes(plan) else (work.batch_size, samples)
     batch = max(1, min(*of_step, MAX_LEAST))
-    return Least(devices=max(1, task.cohort), batch=batch, steps=work.steps)
+    # Masking guarantees its own least cohort; `cohort` is the cloud's word.
+    devices = task.document.masking.terms.least if task.step else task.cohort
+    return Least(devices=max(1, min(devices, MAX_LEAST)), batch=batch, steps=work.steps)
+
+
+def _masking_of(task: Task) -> LeastMasking | None:
+    """Return what the masking of a task holds, or None without masking. InvalidInput."""
+    terms = task.document.masking.terms
+    return LeastMasking(terms.colluding_share, terms.failure) if task.step else None
 
 
 def verified_here(
-    home: DeviceHome, channel: Callable[[], grpc.Channel], *, by_people: bool
+    home: DeviceHome, channel: Callable[[], grpc.Channel], settings: DeviceSettings
 ) -> Verify:
-    """Return a function that verifies in this process, which then holds tuf and cryptography."""
+    """Return a function that verifies in this process, which then holds tuf and cryptography.
+
+    It also stores the roster of devices that people have signed, see `device/roster.py`.
+    """
 
     def verify(digest: str) -> SignedTarget:
         from triplane.proto.signed.metadata import fetch_over
@@ -143,12 +178,32 @@ def verified_here(
             # A failed link first: it passes, and whatever was refused beside it is refused again.
             missing = Unavailable("no signed metadata could be verified")
             raise freshness.error or next(iter(freshness.refusals), missing)
-        return trust.plan(digest, by_people=by_people)
+        keep_roster(home, trust)
+        if settings.roster_required:
+            _require_listed(home, trust.now_s)
+        return trust.plan(digest, by_people=settings.plans_by_people)
 
     return verify
 
 
-def verified_apart(home: DeviceHome, *, by_people: bool) -> Verify:
+def _require_listed(home: DeviceHome, now_s: float) -> None:
+    """Raise NotFound unless there is a roster, with this device in it. Corrupt: it is refused."""
+    from triplane.proto.identity import key_digest
+
+    roster, digest = current_roster(home, now_s), key_digest(home.identity.certificate)
+    if roster is None or digest not in roster.digests:
+        fact = (
+            f"the key {digest.hex()} of this device is not in the {roster.summary}"
+            if roster
+            else "nobody has signed one"
+        )
+        raise NotFound(
+            f"its owner demands a roster of devices (roster_required in device.json), and {fact}; "
+            f"a signer adds the device: triplane cloud roster add {home.enrolled.name} --keys DIR"
+        )
+
+
+def verified_apart(home: DeviceHome, settings: DeviceSettings) -> Verify:
     """Return a function that verifies in a process of its own, `device/verifying.py`.
 
     tuf and cryptography take 14 MB, which a device could not free again.
@@ -157,7 +212,8 @@ def verified_apart(home: DeviceHome, *, by_people: bool) -> Verify:
     def verify(digest: str) -> SignedTarget:
         require_root(home)
         command = [sys.executable, "-m", "triplane.device.verifying", str(home.path), digest]
-        command += ["--by-people"] if by_people else []
+        command += ["--by-people"] if settings.plans_by_people else []
+        command += ["--roster-required"] if settings.roster_required else []
         try:
             done = subprocess.run(
                 command, capture_output=True, check=False, timeout=VERIFYING_S,

@@ -13,7 +13,7 @@ from triplane.unified_ir.federated.core.metric import ACCURACY, metric_named
 
 @dataclass(frozen=True, slots=True)
 class DeviceStatus:
-    """The status of a device. renew_at_s: seconds since 1970.
+    """The status of a device. renew_at_s: seconds since 1970. key: see `DeviceIdentity`.
 
     population: that of the running process, or else of the settings. session: None if no process
     is running.
@@ -28,6 +28,7 @@ class DeviceStatus:
     session: SessionNote | None
     model: ModelChoice | None
     pending: tuple[UpdateFacts, ...]
+    key: str
 
     def record(self) -> Mapping[str, object]:
         """Return the status for scripts."""
@@ -41,6 +42,7 @@ class DeviceStatus:
             f"  home    {self.home}  ({'running' if self.running else 'not running'})",
             f"  work    {_work(self.session)}",
             f"  model   {_model(self.model)}",
+            f"  key     {self.key}",
         ]
         lines += [
             f"  waits   update of round {p.round} of run {p.run}, until the cloud settles it"
@@ -66,6 +68,7 @@ def look(path: Path) -> DeviceStatus:
         session=session,
         model=DeviceModel(home.model).choice(),
         pending=tuple(p.facts for p in Memory(home.personal, home.pending).pending()),
+        key=enrolled.key,
     )
 
 

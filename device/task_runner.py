@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 import numpy as np
@@ -29,19 +29,22 @@ from triplane.device.memory import (
 )
 from triplane.device.model import SHARED, DeviceModel, ModelChoice
 from triplane.device.privacy_account import PrivacyAccount
+from triplane.device.roster import current_roster
 from triplane.device.signed_plans import SignedPlans, Verify, verified_here
-from triplane.device.stopping import StopToken
-from triplane.device.tasks import MAX_REASON_CHARS, Blob, Task, WorkSet
+from triplane.device.stopping import StopToken, Withdrawn
+from triplane.device.tasks import KEYS, MAX_REASON_CHARS, Blob, Task, WorkSet
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.blobs import BlobFolder, digest_of
 from triplane.proto.channels import connect
 from triplane.proto.disk import OS_DISK, write_atomic
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, TriplaneError, Unavailable
+from triplane.proto.roster import Roster
 from triplane.proto.transfer import download, upload
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.files import encode_update, read_state, write_update
 from triplane.unified_ir.federated.core.learn import (
     ANCHOR,
+    SHARED_ROLES,
     Shard,
     buffers,
     check_labels,
@@ -53,6 +56,9 @@ from triplane.unified_ir.files.container import Container
 from triplane.unified_ir.runtime.plan import Plan
 from triplane.unified_ir.runtime.session import CancellationToken as GraphStop
 from triplane.unified_ir.runtime.session import OutOfMemory, SessionOptions
+
+if TYPE_CHECKING:
+    from triplane.device.masked_rounds import MaskedRound, MaskedRounds
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +113,7 @@ class TaskRunner:
         self._plan_blob = b""
         self._fetched: set[bytes] = set()  # the state that this process fetched and verified
         self._fresh: dict[str, Array] = {}
+        self._masking: MaskedRounds | None = None
 
     def do(self, task: Task, stop: StopToken, wanted: Iterable[Blob] = ()) -> pb.Contribution:
         """Return the task's contribution. wanted: blobs of other current tasks, which stay on disk.
@@ -114,7 +121,15 @@ class TaskRunner:
         Withdrawn: the task was withdrawn. Unavailable: the link or the disk failed; try again.
         """
         try:
-            return self._do(task, stop, frozenset(blob.sha256 for blob in wanted))
+            return self._attempt(task, stop, frozenset(blob.sha256 for blob in wanted))
+        except Withdrawn:
+            self._leave(task, "its step was withdrawn, or was not done by its deadline")
+            raise
+
+    def _attempt(self, task: Task, stop: StopToken, wanted: frozenset[bytes]) -> pb.Contribution:
+        """Return the contribution, which declines for every error that does not pass by itself."""
+        try:
+            return self._do(task, stop, wanted)
         except Unavailable:
             stop.check()
             raise
@@ -124,13 +139,25 @@ class TaskRunner:
                 f"out of memory; a task may take {self._settings.max_memory_bytes} bytes where it "
                 "runs in a child process (max_memory_bytes in this device's device.json)"
             )
-            return _decline(task, f"{limit}: {error}")
+            return self._decline(task, f"{limit}: {error}")
         except TriplaneError as error:
             stop.check()
-            return _decline(task, str(error))
+            return self._decline(task, str(error))
+
+    def _decline(self, task: Task, reason: str) -> pb.Contribution:
+        self._leave(task, reason)
+        facts = {"run": task.work.run, "round": task.work.round, "lease": task.lease[:8]}
+        logger.warning("task declined", extra={**facts, "reason": reason})
+        return task.decline(reason)
+
+    def _leave(self, task: Task, reason: str) -> None:
+        if self._masking is not None:
+            self._masking.leave(task, reason)
 
     def settle(self, work_set: WorkSet) -> None:
         """Let updates that counted take effect, and forget those whose lease is over."""
+        if self._masking is not None:
+            self._masking.keep(work_set.leases)
         settlements = {(s.run, s.lease.hex()): s for s in work_set.settled}
         for pending in self.memory.pending():
             run, lease = pending.facts.run, pending.facts.lease
@@ -145,14 +172,19 @@ class TaskRunner:
             logger.info("update settled", extra=facts)
 
     def _do(self, task: Task, stop: StopToken, wanted: frozenset[bytes]) -> pb.Contribution:
+        if task.step not in {"", KEYS}:
+            return self._masked_rounds().contribution(task, stop)
         wanted |= {task.plan.sha256, task.state.sha256}
         for pending in self.memory.pending():
             # The update of this lease was stored before a crash or a lost link: send the same
             # bytes, unless its plan is not signed any more (or never was: an earlier release).
-            if pending.facts.lease == task.lease:
+            if pending.facts.lease == task.lease and not task.step:
+                if not self.memory.has_bytes(pending):
+                    raise Conflict("the update of this lease is masked and is sent in no other way")
                 self._signed.require(task, self._fetch(task.plan, self._blobs, wanted, stop))
                 return self._contribution_of(pending, task, stop)
-            if pending.facts.run == task.work.run and task.kind in WRITERS:
+            other = pending.facts.lease != task.lease
+            if other and pending.facts.run == task.work.run and task.kind in WRITERS:
                 raise Conflict(unsettled(pending.facts))
         if task.kind in WRITERS:
             self._privacy.check(task.work.run, task.work.round, task.lease, task.noise)
@@ -187,6 +219,7 @@ class TaskRunner:
                 f"the plan demands an update by {' or '.join(plan.compression)}, the task asks for "
                 f"{task.compression or 'none'}"
             )
+        masked = self._begun(plan, task) if task.step else None
         self._adopt_unmeasured(plan, task)
         began_s = time.monotonic()
         learned = learn(
@@ -197,7 +230,46 @@ class TaskRunner:
         if task.noise is not None:
             change = {name: np.array(x) for name, x in change.items()}
             clip(change, task.noise.clip)
+        if masked is not None:
+            return self._advertised(plan, task, masked, facts, change)
         return self._contribution_of(self._written(plan, task, facts, change), task, stop)
+
+    def _begun(self, plan: Plan, task: Task) -> "MaskedRound":
+        """Return the masked round of a task; its base is hashed here, whatever the task says."""
+        if task.inline_state:
+            base = hashlib.sha256(task.inline_state).digest()
+        else:
+            base = digest_of(self._states.find(task.state.sha256))
+        return self._masked_rounds().begin(task, base, plan.view(*SHARED_ROLES), plan.roles)
+
+    def _advertised(
+        self,
+        plan: Plan,
+        task: Task,
+        masked: "MaskedRound",
+        facts: UpdateFacts,
+        change: dict[str, Array],
+    ) -> pb.Contribution:
+        """Keep an update as integers and return the keys of its round.
+
+        What it implies is on the disk before the round can count it.
+        """
+        if personal := plan.view("personal"):
+            self.memory.keep(facts, b"", PersonalState(personal, {}))
+        else:
+            self.memory.hold(facts, b"")
+        return self._masked_rounds().advertise(task, masked, change, facts.examples)
+
+    def _masked_rounds(self) -> "MaskedRounds":
+        if self._masking is None:
+            # Imported here: cryptography takes 14 MB that a device without masking need not hold.
+            from triplane.device.masked_rounds import MaskedRounds
+
+            self._masking = MaskedRounds(self._home, self._channel, self._roster)
+        return self._masking
+
+    def _roster(self) -> Roster | None:
+        return current_roster(self._home, time.time())
 
     def score(self, plan: Plan, task: Task, stop: StopToken) -> pb.Contribution:
         """Score the shared state before and after adaptation; keep the better for `predict`."""
@@ -396,7 +468,7 @@ class InProcessExecutor(TaskRunner):
     ) -> None:
         """Take the way to look plans up; by default it is done in this process."""
         if verify is None:
-            verify = verified_here(home, self._open, by_people=settings.plans_by_people)
+            verify = verified_here(home, self._open, settings)
         super().__init__(home, shard, settings, self._open, verify, app)
         self._identity = home.identity
         self._open_channel: grpc.Channel | None = None
@@ -458,12 +530,6 @@ def _update_facts(task: Task, examples: int, loss: float, began_s: float) -> Upd
         loss=loss,
         seconds=time.monotonic() - began_s,
     )
-
-
-def _decline(task: Task, reason: str) -> pb.Contribution:
-    facts = {"run": task.work.run, "round": task.work.round, "lease": task.lease[:8]}
-    logger.warning("task declined", extra={**facts, "reason": reason})
-    return task.decline(reason)
 
 
 def _fitting(ours: Mapping[str, Array], like: Mapping[str, Array]) -> dict[str, Array]:

@@ -28,6 +28,10 @@ MAX_SECONDS: Final = 30 * 86_400.0
 MAX_REASON_CHARS: Final = 1000
 RUN: Final = re.compile(r"[0-9a-f]{16}")
 LEASE_BYTES: Final = 16
+KEYS: Final = "keys"
+"""The step of a masked round in which a device learns; its secrets of the round begin with it."""
+STEPS: Final = (KEYS, "share", "mask", "sign", "unmask")
+"""The steps of a masked round, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +51,9 @@ class Task:
     this device's own app.
     inline_state: the verified bytes of the state, if they came with the task. inline_bytes: largest
     update that is sent within its contribution. cohort: fewest updates of which the next state is
-    computed, as the cloud says; 0 if it does not. noise: what the cloud asks of the change in a run
-    with differential privacy. document: the message that it was parsed from.
+    computed, as the cloud says; 0 if it does not. step: of a masked round, a field of
+    `MaskingStep.asks`; "" if the update is in the clear. noise: what the cloud asks of the change
+    in a run with differential privacy. document: the message that it was parsed from.
     """
 
     kind: str
@@ -65,7 +70,13 @@ class Task:
     inline_bytes: int = 0
     cohort: int = 0
     noise: NoiseTask | None = None
+    step: str = ""
     document: pb.Task = field(default_factory=pb.Task, repr=False, compare=False)
+
+    @property
+    def key(self) -> str:
+        """What one contribution answers: a lease, or one step of a masked round's lease."""
+        return f"{self.lease}.{self.step}" if self.step else self.lease
 
     def contribution(self, **outcome: Any) -> pb.Contribution:
         """Return a contribution for this task."""
@@ -95,6 +106,11 @@ class WorkSet:
     def leases(self) -> frozenset[str]:
         """Leases of all tasks, including refused ones."""
         return frozenset(t.lease for t in self.tasks) | {c.lease.hex() for c in self.refused}
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Keys of all tasks; of refused ones their leases."""
+        return frozenset(t.key for t in self.tasks) | {c.lease.hex() for c in self.refused}
 
 
 def work_set_of(message: pb.Work, device: str, *, max_blob_bytes: int, now_s: float) -> WorkSet:
@@ -138,9 +154,26 @@ def _task(message: pb.Task, device: str, max_blob_bytes: int, now_s: float) -> T
         # The cloud may ask for more than this device puts into one message of the session.
         inline_bytes=min(message.inline_bytes, INLINE_BYTES),
         cohort=min(message.cohort, MAX_LEAST),
+        step=_step(message, kind),
         document=message,
     )
     return KINDS[kind](task, message, max_blob_bytes)
+
+
+def _step(message: pb.Task, kind: str) -> str:
+    """Return the step of a masked round. Its contents are parsed where tasks run."""
+    if not message.HasField("masking"):
+        return ""
+    step = message.masking.WhichOneof("asks")
+    if kind != "learn" or step is None:
+        raise InvalidInput(
+            f"masking has {', '.join(STEPS)} of a task to learn, got {step!r} of {kind!r}"
+        )
+    if message.learn.compression:
+        raise InvalidInput(
+            f"a masked update is not compressed, the task asks for {message.learn.compression!r}"
+        )
+    return str(step)
 
 
 def _learns(task: Task, message: pb.Task, _max_blob_bytes: int) -> Task:
@@ -151,6 +184,11 @@ def _learns(task: Task, message: pb.Task, _max_blob_bytes: int) -> Task:
     # Constructed only to validate its arguments.
     Compressor(learn.compression, keep=keep)
     noise = noise_task(message.noise) if message.HasField("noise") else None
+    if noise is not None and message.HasField("masking"):
+        raise InvalidInput(
+            "this device knows no noise for masked updates, whose integers are longer than what "
+            "was clipped; the task asks for both"
+        )
     if noise is not None and learn.compression:
         raise InvalidInput(
             "a change that is clipped for differential privacy is not compressed, which may make "

@@ -146,7 +146,8 @@ class Enrolment:
 
 
 class RenewalStub:
-    """On the main port, under mutual TLS: same name, same role, new key.
+    """On the main port, under mutual TLS: same name, same role, and the key of the request. A device
+    keeps its key, by which a roster lists it; others make a new one.
     """
 
     def __init__(self, channel):
@@ -163,7 +164,8 @@ class RenewalStub:
 
 
 class RenewalServicer:
-    """On the main port, under mutual TLS: same name, same role, new key.
+    """On the main port, under mutual TLS: same name, same role, and the key of the request. A device
+    keeps its key, by which a roster lists it; others make a new one.
     """
 
     def Renew(self, request, context):
@@ -189,7 +191,8 @@ def add_RenewalServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Renewal:
-    """On the main port, under mutual TLS: same name, same role, new key.
+    """On the main port, under mutual TLS: same name, same role, and the key of the request. A device
+    keeps its key, by which a roster lists it; others make a new one.
     """
 
     @staticmethod

@@ -78,7 +78,9 @@ class EnrolmentServicer(metaclass=_abc_1.ABCMeta):
 def add_EnrolmentServicer_to_server(servicer: EnrolmentServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class RenewalStub:
-    """On the main port, under mutual TLS: same name, same role, new key."""
+    """On the main port, under mutual TLS: same name, same role, and the key of the request. A device
+    keeps its key, by which a roster lists it; others make a new one.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -88,13 +90,17 @@ class RenewalStub:
 
 @_typing.type_check_only
 class RenewalAsyncStub(RenewalStub):
-    """On the main port, under mutual TLS: same name, same role, new key."""
+    """On the main port, under mutual TLS: same name, same role, and the key of the request. A device
+    keeps its key, by which a roster lists it; others make a new one.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Renew: _aio.UnaryUnaryMultiCallable[_enrolment_pb2.RenewRequest, _enrolment_pb2.Certificate]  # type: ignore[assignment]
 
 class RenewalServicer(metaclass=_abc_1.ABCMeta):
-    """On the main port, under mutual TLS: same name, same role, new key."""
+    """On the main port, under mutual TLS: same name, same role, and the key of the request. A device
+    keeps its key, by which a roster lists it; others make a new one.
+    """
 
     @_abc_1.abstractmethod
     def Renew(

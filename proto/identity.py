@@ -113,6 +113,25 @@ def key_pem(key: Key) -> bytes:
     )
 
 
+def private_key(folder: IdentityFolder) -> Key:
+    """Return the key of the certificate in a folder. Corrupt unless it is ECDSA P-256."""
+    try:
+        key = serialization.load_pem_private_key(folder.key_pem, password=None)
+    except (ValueError, TypeError) as error:
+        raise Corrupt(f"{folder.path / 'key.pem'} is not a private key: {error}") from error
+    if not isinstance(key, Key) or not isinstance(key.curve, ec.SECP256R1):
+        raise Corrupt(f"{folder.path / 'key.pem'} is not a key of ECDSA P-256")
+    return key
+
+
+def key_digest(certificate: x509.Certificate) -> bytes:
+    """Return the SHA-256 of the certificate's public key, by which a roster lists a device."""
+    der = certificate.public_key().public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    return hashlib.sha256(der).digest()
+
+
 def certificate_request(key: Key, name: str = "enrolling") -> bytes:
     """Return a request as PKCS #10 in DER.
 
@@ -202,14 +221,19 @@ _ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:.%]+\]|[^\s:/\[\]]+):[0-9]{1,5}")
 """A host name, an IPv4 address or an IPv6 address in brackets, then a port."""
 
 
-def renew(folder: IdentityFolder, *, timeout_s: float = ENROL_S) -> IdentityFolder:
-    """Replace the key and the certificate in a folder, whose certificate must still be valid."""
+def renew(
+    folder: IdentityFolder, *, key: Key | None = None, timeout_s: float = ENROL_S
+) -> IdentityFolder:
+    """Replace the key and the certificate in a folder, whose certificate must still be valid.
+
+    key: of the new certificate; a new one by default.
+    """
     from triplane.proto import enrolment_pb2 as pb
     from triplane.proto.channels import connect
     from triplane.proto.enrolment_pb2_grpc import RenewalStub
     from triplane.proto.status import remote_errors
 
-    key = new_key()
+    key = key or new_key()
     with connect(folder) as channel, remote_errors():
         answer = RenewalStub(channel).Renew(
             pb.RenewRequest(request=certificate_request(key)), timeout=timeout_s

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtriplane/proto/identity.proto\x12\x14triplane.identity.v1\"\x8b\x01\n\tPrincipal\x12\x0c\n\x04name\x18\x01 \x01(\t\x12(\n\x04role\x18\x02 \x01(\x0e\x32\x1a.triplane.identity.v1.Role\x12\x0e\n\x06serial\x18\x03 \x01(\t\x12\x12\n\nenrolled_s\x18\x04 \x01(\x01\x12\x11\n\texpires_s\x18\x05 \x01(\x01\x12\x0f\n\x07revoked\x18\x06 \x01(\x08\"\x0f\n\rWhoAmIRequest\"\xd2\x01\n\x12\x43reateTokenRequest\x12(\n\x04role\x18\x01 \x01(\x0e\x32\x1a.triplane.identity.v1.Role\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07valid_s\x18\x03 \x01(\x01\x12\x44\n\x06labels\x18\x04 \x03(\x0b\x32\x34.triplane.identity.v1.CreateTokenRequest.LabelsEntry\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\\\n\x13\x43reateTokenResponse\x12\r\n\x05token\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\texpires_s\x18\x03 \x01(\x01\x12\x15\n\renrol_address\x18\x04 \x01(\t\"\x17\n\x15ListPrincipalsRequest\"M\n\x16ListPrincipalsResponse\x12\x33\n\nprincipals\x18\x01 \x03(\x0b\x32\x1f.triplane.identity.v1.Principal\"-\n\rRevokeRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\'\n\x10ReadAuditRequest\x12\x13\n\x0b\x66rom_number\x18\x01 \x01(\x04\"\x8f\x01\n\nAuditEntry\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06time_s\x18\x02 \x01(\x01\x12\r\n\x05\x61\x63tor\x18\x03 \x01(\t\x12\x0e\n\x06\x61\x63tion\x18\x04 \x01(\t\x12\x0f\n\x07subject\x18\x05 \x01(\t\x12\x0f\n\x07\x64\x65tails\x18\x06 \x01(\t\x12\x10\n\x08previous\x18\x07 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x08 \x01(\x0c*X\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\n\n\x06VIEWER\x10\x01\x12\x0c\n\x08OPERATOR\x10\x02\x12\n\n\x06SIGNER\x10\x03\x12\x08\n\x04NODE\x10\x04\x12\n\n\x06\x44\x45VICE\x10\x05\x32\xd4\x03\n\x08Identity\x12N\n\x06WhoAmI\x12#.triplane.identity.v1.WhoAmIRequest\x1a\x1f.triplane.identity.v1.Principal\x12\x62\n\x0b\x43reateToken\x12(.triplane.identity.v1.CreateTokenRequest\x1a).triplane.identity.v1.CreateTokenResponse\x12k\n\x0eListPrincipals\x12+.triplane.identity.v1.ListPrincipalsRequest\x1a,.triplane.identity.v1.ListPrincipalsResponse\x12N\n\x06Revoke\x12#.triplane.identity.v1.RevokeRequest\x1a\x1f.triplane.identity.v1.Principal\x12W\n\tReadAudit\x12&.triplane.identity.v1.ReadAuditRequest\x1a .triplane.identity.v1.AuditEntry0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtriplane/proto/identity.proto\x12\x14triplane.identity.v1\"\x9f\x01\n\tPrincipal\x12\x0c\n\x04name\x18\x01 \x01(\t\x12(\n\x04role\x18\x02 \x01(\x0e\x32\x1a.triplane.identity.v1.Role\x12\x0e\n\x06serial\x18\x03 \x01(\t\x12\x12\n\nenrolled_s\x18\x04 \x01(\x01\x12\x11\n\texpires_s\x18\x05 \x01(\x01\x12\x0f\n\x07revoked\x18\x06 \x01(\x08\x12\x12\n\nkey_sha256\x18\x07 \x01(\x0c\"\x0f\n\rWhoAmIRequest\"\xd2\x01\n\x12\x43reateTokenRequest\x12(\n\x04role\x18\x01 \x01(\x0e\x32\x1a.triplane.identity.v1.Role\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07valid_s\x18\x03 \x01(\x01\x12\x44\n\x06labels\x18\x04 \x03(\x0b\x32\x34.triplane.identity.v1.CreateTokenRequest.LabelsEntry\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\\\n\x13\x43reateTokenResponse\x12\r\n\x05token\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\texpires_s\x18\x03 \x01(\x01\x12\x15\n\renrol_address\x18\x04 \x01(\t\"\x17\n\x15ListPrincipalsRequest\"M\n\x16ListPrincipalsResponse\x12\x33\n\nprincipals\x18\x01 \x03(\x0b\x32\x1f.triplane.identity.v1.Principal\"-\n\rRevokeRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\'\n\x10ReadAuditRequest\x12\x13\n\x0b\x66rom_number\x18\x01 \x01(\x04\"\x8f\x01\n\nAuditEntry\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06time_s\x18\x02 \x01(\x01\x12\r\n\x05\x61\x63tor\x18\x03 \x01(\t\x12\x0e\n\x06\x61\x63tion\x18\x04 \x01(\t\x12\x0f\n\x07subject\x18\x05 \x01(\t\x12\x0f\n\x07\x64\x65tails\x18\x06 \x01(\t\x12\x10\n\x08previous\x18\x07 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x08 \x01(\x0c*X\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\n\n\x06VIEWER\x10\x01\x12\x0c\n\x08OPERATOR\x10\x02\x12\n\n\x06SIGNER\x10\x03\x12\x08\n\x04NODE\x10\x04\x12\n\n\x06\x44\x45VICE\x10\x05\x32\xd4\x03\n\x08Identity\x12N\n\x06WhoAmI\x12#.triplane.identity.v1.WhoAmIRequest\x1a\x1f.triplane.identity.v1.Principal\x12\x62\n\x0b\x43reateToken\x12(.triplane.identity.v1.CreateTokenRequest\x1a).triplane.identity.v1.CreateTokenResponse\x12k\n\x0eListPrincipals\x12+.triplane.identity.v1.ListPrincipalsRequest\x1a,.triplane.identity.v1.ListPrincipalsResponse\x12N\n\x06Revoke\x12#.triplane.identity.v1.RevokeRequest\x1a\x1f.triplane.identity.v1.Principal\x12W\n\tReadAudit\x12&.triplane.identity.v1.ReadAuditRequest\x1a .triplane.identity.v1.AuditEntry0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,28 +33,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CREATETOKENREQUEST_LABELSENTRY']._loaded_options = None
   _globals['_CREATETOKENREQUEST_LABELSENTRY']._serialized_options = b'8\001'
-  _globals['_ROLE']._serialized_start=859
-  _globals['_ROLE']._serialized_end=947
+  _globals['_ROLE']._serialized_start=879
+  _globals['_ROLE']._serialized_end=967
   _globals['_PRINCIPAL']._serialized_start=56
-  _globals['_PRINCIPAL']._serialized_end=195
-  _globals['_WHOAMIREQUEST']._serialized_start=197
-  _globals['_WHOAMIREQUEST']._serialized_end=212
-  _globals['_CREATETOKENREQUEST']._serialized_start=215
-  _globals['_CREATETOKENREQUEST']._serialized_end=425
-  _globals['_CREATETOKENREQUEST_LABELSENTRY']._serialized_start=380
-  _globals['_CREATETOKENREQUEST_LABELSENTRY']._serialized_end=425
-  _globals['_CREATETOKENRESPONSE']._serialized_start=427
-  _globals['_CREATETOKENRESPONSE']._serialized_end=519
-  _globals['_LISTPRINCIPALSREQUEST']._serialized_start=521
-  _globals['_LISTPRINCIPALSREQUEST']._serialized_end=544
-  _globals['_LISTPRINCIPALSRESPONSE']._serialized_start=546
-  _globals['_LISTPRINCIPALSRESPONSE']._serialized_end=623
-  _globals['_REVOKEREQUEST']._serialized_start=625
-  _globals['_REVOKEREQUEST']._serialized_end=670
-  _globals['_READAUDITREQUEST']._serialized_start=672
-  _globals['_READAUDITREQUEST']._serialized_end=711
-  _globals['_AUDITENTRY']._serialized_start=714
-  _globals['_AUDITENTRY']._serialized_end=857
-  _globals['_IDENTITY']._serialized_start=950
-  _globals['_IDENTITY']._serialized_end=1418
+  _globals['_PRINCIPAL']._serialized_end=215
+  _globals['_WHOAMIREQUEST']._serialized_start=217
+  _globals['_WHOAMIREQUEST']._serialized_end=232
+  _globals['_CREATETOKENREQUEST']._serialized_start=235
+  _globals['_CREATETOKENREQUEST']._serialized_end=445
+  _globals['_CREATETOKENREQUEST_LABELSENTRY']._serialized_start=400
+  _globals['_CREATETOKENREQUEST_LABELSENTRY']._serialized_end=445
+  _globals['_CREATETOKENRESPONSE']._serialized_start=447
+  _globals['_CREATETOKENRESPONSE']._serialized_end=539
+  _globals['_LISTPRINCIPALSREQUEST']._serialized_start=541
+  _globals['_LISTPRINCIPALSREQUEST']._serialized_end=564
+  _globals['_LISTPRINCIPALSRESPONSE']._serialized_start=566
+  _globals['_LISTPRINCIPALSRESPONSE']._serialized_end=643
+  _globals['_REVOKEREQUEST']._serialized_start=645
+  _globals['_REVOKEREQUEST']._serialized_end=690
+  _globals['_READAUDITREQUEST']._serialized_start=692
+  _globals['_READAUDITREQUEST']._serialized_end=731
+  _globals['_AUDITENTRY']._serialized_start=734
+  _globals['_AUDITENTRY']._serialized_end=877
+  _globals['_IDENTITY']._serialized_start=970
+  _globals['_IDENTITY']._serialized_end=1438
 # @@protoc_insertion_point(module_scope)

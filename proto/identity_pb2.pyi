@@ -52,6 +52,7 @@ class Principal(_message.Message):
     ENROLLED_S_FIELD_NUMBER: _builtins.int
     EXPIRES_S_FIELD_NUMBER: _builtins.int
     REVOKED_FIELD_NUMBER: _builtins.int
+    KEY_SHA256_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     role: Global___Role.ValueType
     serial: _builtins.str
@@ -60,6 +61,10 @@ class Principal(_message.Message):
     """Seconds since 1970, UTC."""
     expires_s: _builtins.float
     revoked: _builtins.bool
+    key_sha256: _builtins.bytes
+    """SHA-256 of the public key of the newest certificate (SubjectPublicKeyInfo, DER); empty before
+    enrolment, and for certificates of early releases.
+    """
     def __init__(
         self,
         *,
@@ -69,10 +74,11 @@ class Principal(_message.Message):
         enrolled_s: _builtins.float = ...,
         expires_s: _builtins.float = ...,
         revoked: _builtins.bool = ...,
+        key_sha256: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["enrolled_s", b"enrolled_s", "expires_s", b"expires_s", "name", b"name", "revoked", b"revoked", "role", b"role", "serial", b"serial"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["enrolled_s", b"enrolled_s", "expires_s", b"expires_s", "key_sha256", b"key_sha256", "name", b"name", "revoked", b"revoked", "role", b"role", "serial", b"serial"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtriplane/proto/metadata.proto\x12\x14triplane.metadata.v1\"\x1a\n\nGetRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x1f\n\x0bGetResponse\x12\x10\n\x08metadata\x18\x01 \x01(\x0c\"/\n\rSubmitRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x10\n\x08metadata\x18\x02 \x01(\x0c\"[\n\x0eSubmitResponse\x12\x11\n\tpublished\x18\x01 \x01(\x08\x12\x12\n\nsignatures\x18\x02 \x01(\r\x12\x11\n\tthreshold\x18\x03 \x01(\r\x12\x0f\n\x07version\x18\x04 \x01(\x04\"!\n\x11GetPendingRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\"`\n\x12GetPendingResponse\x12\x10\n\x08metadata\x18\x01 \x01(\x0c\x12\x11\n\tpublished\x18\x02 \x01(\x08\x12\x12\n\nsignatures\x18\x03 \x01(\r\x12\x11\n\tthreshold\x18\x04 \x01(\r2\x8c\x02\n\x08Metadata\x12J\n\x03Get\x12 .triplane.metadata.v1.GetRequest\x1a!.triplane.metadata.v1.GetResponse\x12S\n\x06Submit\x12#.triplane.metadata.v1.SubmitRequest\x1a$.triplane.metadata.v1.SubmitResponse\x12_\n\nGetPending\x12\'.triplane.metadata.v1.GetPendingRequest\x1a(.triplane.metadata.v1.GetPendingResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtriplane/proto/metadata.proto\x12\x14triplane.metadata.v1\"\x1a\n\nGetRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x1f\n\x0bGetResponse\x12\x10\n\x08metadata\x18\x01 \x01(\x0c\"B\n\rSubmitRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x10\n\x08metadata\x18\x02 \x01(\x0c\x12\x11\n\tdrop_auto\x18\x03 \x01(\x08\"[\n\x0eSubmitResponse\x12\x11\n\tpublished\x18\x01 \x01(\x08\x12\x12\n\nsignatures\x18\x02 \x01(\r\x12\x11\n\tthreshold\x18\x03 \x01(\r\x12\x0f\n\x07version\x18\x04 \x01(\x04\"!\n\x11GetPendingRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\"`\n\x12GetPendingResponse\x12\x10\n\x08metadata\x18\x01 \x01(\x0c\x12\x11\n\tpublished\x18\x02 \x01(\x08\x12\x12\n\nsignatures\x18\x03 \x01(\r\x12\x11\n\tthreshold\x18\x04 \x01(\r2\x8c\x02\n\x08Metadata\x12J\n\x03Get\x12 .triplane.metadata.v1.GetRequest\x1a!.triplane.metadata.v1.GetResponse\x12S\n\x06Submit\x12#.triplane.metadata.v1.SubmitRequest\x1a$.triplane.metadata.v1.SubmitResponse\x12_\n\nGetPending\x12\'.triplane.metadata.v1.GetPendingRequest\x1a(.triplane.metadata.v1.GetPendingResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,13 +36,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETRESPONSE']._serialized_start=83
   _globals['_GETRESPONSE']._serialized_end=114
   _globals['_SUBMITREQUEST']._serialized_start=116
-  _globals['_SUBMITREQUEST']._serialized_end=163
-  _globals['_SUBMITRESPONSE']._serialized_start=165
-  _globals['_SUBMITRESPONSE']._serialized_end=256
-  _globals['_GETPENDINGREQUEST']._serialized_start=258
-  _globals['_GETPENDINGREQUEST']._serialized_end=291
-  _globals['_GETPENDINGRESPONSE']._serialized_start=293
-  _globals['_GETPENDINGRESPONSE']._serialized_end=389
-  _globals['_METADATA']._serialized_start=392
-  _globals['_METADATA']._serialized_end=660
+  _globals['_SUBMITREQUEST']._serialized_end=182
+  _globals['_SUBMITRESPONSE']._serialized_start=184
+  _globals['_SUBMITRESPONSE']._serialized_end=275
+  _globals['_GETPENDINGREQUEST']._serialized_start=277
+  _globals['_GETPENDINGREQUEST']._serialized_end=310
+  _globals['_GETPENDINGRESPONSE']._serialized_start=312
+  _globals['_GETPENDINGRESPONSE']._serialized_end=408
+  _globals['_METADATA']._serialized_start=411
+  _globals['_METADATA']._serialized_end=679
 # @@protoc_insertion_point(module_scope)

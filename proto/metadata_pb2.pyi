@@ -60,19 +60,25 @@ class SubmitRequest(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
+    DROP_AUTO_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """"root", "targets", "release" or "auto"."""
+    """"root", "targets", "release", "auto" or "plans"."""
     metadata: _builtins.bytes
     """Serialized TUF metadata, at most 4 MiB."""
+    drop_auto: _builtins.bool
+    """With the role "targets": it replaces keys of "auto" after a theft, so what "auto" lists is
+    dropped in the same publication, instead of being signed again by the new key.
+    """
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         metadata: _builtins.bytes = ...,
+        drop_auto: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["metadata", b"metadata", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drop_auto", b"drop_auto", "metadata", b"metadata", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

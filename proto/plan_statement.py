@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Final
 
 from triplane.proto.errors import Corrupt, InvalidInput
+from triplane.proto.roster import ROSTER_PATH
 from triplane.proto.signed_fields import (
     AUTO,
     NAME,
@@ -45,6 +46,8 @@ _STATEMENT: Final = frozenset(
      "tensors", *_LEAST}
 )  # fmt: skip
 _RULE: Final = frozenset({"algorithms", "tensors", *_LEAST})
+_MASKING: Final = "masking"
+"""The one optional field of a statement and of a rule; documents of earlier releases lack it."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -74,7 +77,8 @@ class PlanName:
 
 def is_plan(path: str) -> bool:
     """Return whether a target path can only be the one of a plan."""
-    return path.startswith(f"{PLANS}/") or (path.startswith(f"{AUTO}/") and path.endswith(".plan"))
+    of_people = path.startswith(f"{PLANS}/") and path != ROSTER_PATH
+    return of_people or (path.startswith(f"{AUTO}/") and path.endswith(".plan"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +137,76 @@ UNITS: Final = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class LeastMasking:
+    """The weakest masking of a round in which a plan may run.
+
+    colluding_share: of a cohort that may share all it knows with the cloud, in [0, 1). failure:
+    largest probability, in (0, 1), that the bounds on a device's neighbours do not hold.
+    """
+
+    colluding_share: float = 0.0
+    failure: float = 1e-6
+
+    def __post_init__(self) -> None:
+        # Not a number compares as false.
+        if not (0 <= self.colluding_share < 1 and 0 < self.failure < 1):
+            raise InvalidInput(
+                "the least share of colluding devices is in [0, 1) and the largest failure "
+                f"probability in (0, 1), got {self.colluding_share} and {self.failure}"
+            )
+
+    def text(self) -> str:
+        """Return this as signed documents have it: canonical JSON has no fractions."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @property
+    def summary(self) -> str:
+        """Return these numbers for people."""
+        return (
+            f"masked against a share of {self.colluding_share:g} colluding devices but for a "
+            f"probability of {self.failure:g}"
+        )
+
+    @classmethod
+    def of_text(cls, text: Any) -> "LeastMasking":
+        """Parse what `text` returns. InvalidInput for anything else."""
+        numbers = _numbers(text)
+        if numbers is None or numbers.keys() != {"colluding_share", "failure"}:
+            raise InvalidInput(f"least masking is colluding_share and failure, got {shown(text)}")
+        return cls(**numbers)
+
+    def stricter(self, other: "LeastMasking") -> "LeastMasking":
+        """Return the stricter of each number."""
+        return LeastMasking(
+            max(self.colluding_share, other.colluding_share), min(self.failure, other.failure)
+        )
+
+    def lacking(self, other: "LeastMasking | None") -> str:
+        """Return what a masking, or None, does not hold of these, as a sentence; empty if none."""
+        if other is None:
+            return "masking, and updates are in the clear"
+        if other.colluding_share < self.colluding_share:
+            return (
+                f"masking against a share of at least {self.colluding_share:g} colluding devices, "
+                f"got {other.colluding_share:g}"
+            )
+        if other.failure > self.failure:
+            return (
+                f"masking that fails with a probability of at most {self.failure:g}, got "
+                f"{other.failure:g}"
+            )
+        return ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanStatement:
     """The signed facts of a plan.
 
     version: of the model, whose file has the root digest `model_digest`. digest: the plan's root
     digest. hyperparameters: by name, enough to make the plan again. tensors: the sorted names of
-    those that may leave a device.
+    those that may leave a device. masking: the weakest masking of a round in which they may; None
+    if they may leave in the clear.
     """
 
     model: str
@@ -150,6 +217,12 @@ class PlanStatement:
     hyperparameters: Mapping[str, float]
     tensors: tuple[str, ...]
     least: Least
+    masking: LeastMasking | None = None
+
+    @property
+    def conditions(self) -> str:
+        """Return the smallest round and the weakest masking for people."""
+        return _conditions(self.least, self.masking)
 
     def custom(self) -> dict[str, Any]:
         """Return the custom field of the target."""
@@ -163,20 +236,21 @@ class PlanStatement:
             "hyperparameters": json.dumps(dict(self.hyperparameters), sort_keys=True),
             "tensors": list(self.tensors),
             **self.least.fields(),
+            **_masking_field(self.masking),
         }
 
     @classmethod
     def read(cls, path: str, custom: Any) -> "PlanStatement":
         """Parse the custom field of the target at `path`. Corrupt names the field that is wrong."""
         name = PlanName.parse(path)
-        if not isinstance(custom, dict) or set(custom) != _STATEMENT:
+        if not isinstance(custom, dict) or set(custom) - {_MASKING} != _STATEMENT:
             raise Corrupt(f"{path}: custom fields are {sorted(_STATEMENT)}, got {shown(custom)}")
         wrong = next((key for key, holds in _CHECKS.items() if not holds(custom[key])), "")
         if wrong or custom["content_digest"] != name.digest:
             key = wrong or "content_digest"
             raise Corrupt(f"{path}: the field {key} must not be {shown(custom[key])}")
         try:
-            least = Least.of_fields(custom)
+            least, masking = Least.of_fields(custom), _masking_of(custom)
         except InvalidInput as error:
             raise Corrupt(f"{path}: {error}") from error
         return cls(
@@ -188,7 +262,20 @@ class PlanStatement:
             hyperparameters=_numbers(custom["hyperparameters"]) or {},
             tensors=tuple(custom["tensors"]),
             least=least,
+            masking=masking,
         )
+
+
+def _conditions(least: Least, masking: LeastMasking | None) -> str:
+    return least.text if masking is None else f"{least.text}, {masking.summary}"
+
+
+def _masking_field(masking: LeastMasking | None) -> dict[str, str]:
+    return {} if masking is None else {_MASKING: masking.text()}
+
+
+def _masking_of(fields: Mapping[str, Any]) -> LeastMasking | None:
+    return LeastMasking.of_text(fields[_MASKING]) if _MASKING in fields else None
 
 
 def _is_name(x: Any) -> bool:
@@ -242,12 +329,28 @@ class PlanRule:
     """The plans of one model that the role `auto` may sign.
 
     algorithms, tensors: patterns in which `*` stands for any characters; each tensor that leaves a
-    device must match one. least: the smallest rounds that a statement may allow.
+    device must match one. least, masking: the smallest rounds and the weakest masking that a
+    statement may allow; None: also updates in the clear.
     """
 
     algorithms: tuple[str, ...]
     tensors: tuple[str, ...]
     least: Least = Least()
+    masking: LeastMasking | None = None
+
+    @property
+    def conditions(self) -> str:
+        """Return the smallest rounds and the weakest masking for people."""
+        return _conditions(self.least, self.masking)
+
+    def fields(self) -> dict[str, Any]:
+        """Return this rule as the policy has it."""
+        return {
+            "algorithms": list(self.algorithms),
+            "tensors": list(self.tensors),
+            **self.least.fields(),
+            **_masking_field(self.masking),
+        }
 
     def refusal(self, statement: PlanStatement) -> str:
         """Return why the rule does not allow a plan; empty if it does."""
@@ -259,6 +362,8 @@ class PlanRule:
             names = ", ".join(odd[:4])
             return f"it lets tensors leave a device that no pattern allows: {names}"
         lacking = self.least.lacking(statement.least)
+        if not lacking and self.masking is not None:
+            lacking = self.masking.lacking(statement.masking)
         return f"it must demand {lacking}" if lacking else ""
 
 
@@ -270,14 +375,7 @@ class PlanPolicy:
 
     def text(self) -> str:
         """Return this policy as JSON with sorted keys, the only text of it."""
-        rules = {
-            model: {
-                "algorithms": list(rule.algorithms),
-                "tensors": list(rule.tensors),
-                **rule.least.fields(),
-            }
-            for model, rule in self.models.items()
-        }
+        rules = {model: rule.fields() for model, rule in self.models.items()}
         return json.dumps({"format": 1, "models": rules}, sort_keys=True, indent=1) + "\n"
 
     @classmethod
@@ -304,7 +402,7 @@ NO_PLANS: Final = PlanPolicy({})
 
 def _rule(model: str, fields: Any) -> PlanRule:
     what = f"plan policy of {model}"
-    if not isinstance(fields, dict) or set(fields) != _RULE:
+    if not isinstance(fields, dict) or set(fields) - {_MASKING} != _RULE:
         raise InvalidInput(f"{what}: a rule has {sorted(_RULE)}, got {shown(fields)}")
     for name in ("algorithms", "tensors"):
         if not (_is_texts(fields[name]) and fields[name]):
@@ -313,10 +411,10 @@ def _rule(model: str, fields: Any) -> PlanRule:
                 f"characters, got {shown(fields[name])}"
             )
     try:
-        least = Least.of_fields(fields)
+        least, masking = Least.of_fields(fields), _masking_of(fields)
     except InvalidInput as error:
         raise InvalidInput(f"{what}: {error}") from error
-    return PlanRule(tuple(fields["algorithms"]), tuple(fields["tensors"]), least)
+    return PlanRule(tuple(fields["algorithms"]), tuple(fields["tensors"]), least, masking)
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from triplane.proto.errors import Corrupt, InvalidInput
 from triplane.proto.plan_statement import PlanName, PlanStatement, is_plan
+from triplane.proto.roster import ROSTER_PATH, Roster
 from triplane.proto.signed_fields import (
     AUTO,
     NAME,
@@ -69,7 +70,8 @@ class SignedTarget:
     """The signed metadata of one file.
 
     custom: for a bundle, the strings model, target, model_digest and content_digest (hexadecimal)
-    and the integer version; for a plan, see `PlanStatement`; empty for other targets.
+    and the integer version; for a plan, see `PlanStatement`; for the roster, its text; empty for
+    other targets.
     """
 
     path: str
@@ -86,6 +88,19 @@ class SignedTarget:
     def statement(self) -> PlanStatement:
         """What was signed about a plan. InvalidInput if the target is not a plan."""
         return PlanStatement.read(self.path, self.custom)
+
+    @property
+    def roster(self) -> Roster:
+        """The roster of devices. Corrupt if the target is not one."""
+        return _roster_in(self.path, self.length, self.sha256.hex(), self.custom)
+
+
+def roster_target(roster: Roster) -> SignedTarget:
+    """Return the target of a roster, whose text its entry contains."""
+    text = roster.text()
+    data = text.encode()
+    hashes = {"sha256": hashlib.sha256(data).hexdigest()}
+    return read_target(ROSTER_PATH, len(data), hashes, {"text": text})
 
 
 def bundle_target(
@@ -122,6 +137,9 @@ def read_target(path: str, length: Any, hashes: Mapping[str, Any], custom: Any) 
     if is_plan(path):
         PlanStatement.read(path, custom)
         return SignedTarget(path, length, bytes.fromhex(str(digest)), dict(custom))
+    if path == ROSTER_PATH:
+        _roster_in(path, length, str(digest), custom)
+        return SignedTarget(path, length, bytes.fromhex(str(digest)), dict(custom))
     if not path.startswith(tuple(f"{role}/" for role in ROLES)):
         return SignedTarget(path, length, bytes.fromhex(str(digest)), {})
     name = TargetName.parse(path)
@@ -134,6 +152,20 @@ def read_target(path: str, length: Any, hashes: Mapping[str, Any], custom: Any) 
     if contradicts or not all(map(is_hex_digest, digests)):
         raise Corrupt(f"{path}: custom fields contradict the path: {shown(custom)}")
     return SignedTarget(path, length, bytes.fromhex(str(digest)), dict(custom))
+
+
+def _roster_in(path: str, length: int, digest: str, custom: Any) -> Roster:
+    """Return the roster in an entry's custom field, if it has the entry's length and digest."""
+    if not isinstance(custom, Mapping) or set(custom) != {"text"}:
+        raise Corrupt(f"{path}: its entry must contain the roster as custom.text")
+    text = custom["text"]
+    data = text.encode(errors="replace") if isinstance(text, str) else b""
+    if (len(data), hashlib.sha256(data).hexdigest()) != (length, digest):
+        raise Corrupt(f"{path}: its text does not have the entry's length and SHA-256")
+    try:
+        return Roster.parse(text)
+    except InvalidInput as error:
+        raise Corrupt(f"{path}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

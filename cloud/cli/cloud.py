@@ -18,6 +18,7 @@ from triplane.cloud.cli.connection import (
 )
 from triplane.cloud.cli.keys import command as keys_command
 from triplane.cloud.cli.options import DURATION, LABEL, SHARE, example, keys_option, least_option
+from triplane.cloud.cli.roster import command as roster_command
 from triplane.proto.logs import quiet_grpc
 from triplane.unified_ir.cli.shell import SECRET, json_option, open_output
 
@@ -98,6 +99,7 @@ def command() -> None:
 
 
 command.add_command(keys_command)
+command.add_command(roster_command)
 
 
 @command.command("init", epilog=INIT_EPILOG)
@@ -380,6 +382,11 @@ def policy_remove(cloud: Calls, *, model: str, keys: Path) -> Answer:
 @least_option("devices", "Fewest updates of which a round computes the next state.", 2)
 @least_option("batch", "Fewest samples in a step of a device.", 2)
 @least_option("steps", "Fewest steps of a device in a round.", 1)
+@click.option(
+    "--masked", type=float, metavar="SHARE",
+    help="Updates leave a device only in masked rounds, which hold while at most this share of "
+    "their devices colludes with the cloud, such as 0 or 0.1.  [default: also in the clear]",
+)  # fmt: skip
 @keys_option()
 @calls_cloud
 def policy_set_plans(cloud: Calls, **options: Any) -> Answer:

@@ -75,6 +75,17 @@ trained, only you can tell: --model-digest refuses any other.
 If the role plans needs several signatures, each signer runs this command with the same options.
 """
 
+UNSIGN_EPILOG = """\b
+Examples, with the offline folder plugged in:
+  triplane federate unsign last --keys /media/usb/triplane-keys
+  triplane federate unsign 5e0f...c3 --keys /media/usb/triplane-keys
+
+\b
+Devices do not begin the plan again, and stop going on with it within an hour. The list of signed
+plans has room for about 490 plans of 200 tensors each, and for fewer beside a large roster.
+A plan that the policy for plans allows needs no signature of people: triplane cloud policy show
+"""
+
 RUN: Final = click.argument("run_id", metavar="RUN", default="last")
 REASON: Final = click.option(
     "--reason", default="", metavar="TEXT", help="Shown with the run and in the audit log."
@@ -237,16 +248,20 @@ def _noise(options: dict[str, Any]) -> Noise:
 
 
 def _start(cloud: Calls, *, spec: Spec, detach: bool) -> Answer:
-    from triplane.cloud.cli.runs import headline, watchable
+    from triplane.cloud.cli.runs import headline, masking_lines, watchable
     from triplane.cloud.cli.watching import watch_to_end
     from triplane.proto.federation_pb2 import StartRequest
 
     request = StartRequest(spec=spec, key=new_key())
     # One key for all attempts, so a repeated call never starts a second run.
     run = repeated(lambda: cloud.federation.Start(request))
+    masking = masking_lines(run)
     if not detach:
+        if masking and not cloud.output.as_json:
+            click.echo("\n".join(masking))
         return watch_to_end(watchable(cloud, run.id), run, as_json=cloud.output.as_json)
-    return run, f"{headline(run)}\nWatch it: triplane federate watch {run.id}"
+    lines = [*masking, headline(run), f"Watch it: triplane federate watch {run.id}"]
+    return run, "\n".join(lines)
 
 
 @command.command("ls", epilog=example("federate ls"))
@@ -308,6 +323,20 @@ def sign(cloud: Calls, **options: Any) -> Answer:
     from triplane.cloud.cli.plan_policies import sign_run
 
     return sign_run(cloud, **options)
+
+
+@command.command("unsign", epilog=UNSIGN_EPILOG)
+@click.argument("run", metavar="RUN|DIGEST")
+@keys_option()
+@calls_cloud
+def unsign(cloud: Calls, *, run: str, keys: Path) -> Answer:
+    """Withdraw the signature of people of a run's plan.
+
+    DIGEST is the root digest of a plan, all 64 hexadecimal digits.
+    """
+    from triplane.cloud.cli.plan_policies import unsign_run
+
+    return unsign_run(cloud, run=run, keys=keys)
 
 
 @command.command("stop", epilog=example('federate stop last --reason "wrong population"'))

@@ -15,8 +15,8 @@ from triplane.cloud.trust.chain import Chain, newest_root, read
 from triplane.cloud.trust.initial import TRUSTED_ROOT
 from triplane.cloud.trust.keys import KeyFolder, read_public
 from triplane.cloud.trust.repository import MAX_OVERTAKEN, Submitted
-from triplane.cloud.trust.roles import DAY_S, ROLES, TOP
-from triplane.cloud.trust.rotating import LISTING, Lists, rotate
+from triplane.cloud.trust.roles import DAY_S, ROLES, TOP, Lists
+from triplane.cloud.trust.rotating import LISTING, rotate
 from triplane.cloud.trust.signing import renew, replace_keys, trusted_root
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.proto.identity import check_name
@@ -27,10 +27,9 @@ RENEWED: Final = ("targets", "release", "plans", "root")
 
 
 def expiries_of(remote: Remote) -> dict[str, float]:
-    """Return when each role's published metadata expires, as the cloud reports it."""
+    """Return when what is published expires, as the cloud reports it; see `Chain.expiries`."""
     # Starts from the cloud's own root: good enough to display dates, never to sign.
-    chain = read(remote.get, newest_root(remote.get, remote.get(TRUSTED_ROOT)))
-    return {role: m.signed.expires.timestamp() for role, m in chain.roles.items()}
+    return read(remote.get, newest_root(remote.get, remote.get(TRUSTED_ROOT))).expiries
 
 
 def describe_roles(cloud: Calls, folder: Path | None) -> tuple[dict[str, Any], str]:
@@ -113,7 +112,7 @@ def _due(remote: Remote) -> list[str]:
 
 def _renew_past(remote: Remote, role: str, keys: Path, past: int) -> Submitted:
     """Sign the role again, until its version is above `past`."""
-    submitted = _renew(remote, role, keys)
+    submitted = _renew(remote, role, keys, past)
     if past - submitted.version > MAX_OVERTAKEN:
         raise InvalidInput(
             f"{role} is at version {submitted.version}, and {past} is more than {MAX_OVERTAKEN} "
@@ -121,13 +120,14 @@ def _renew_past(remote: Remote, role: str, keys: Path, past: int) -> Submitted:
         )
     # Version numbers grow by one per signature, as the cloud refuses to skip any.
     while submitted.published and submitted.version <= past:
-        submitted = _renew(remote, role, keys)
+        submitted = _renew(remote, role, keys, past)
     return submitted
 
 
-def _renew(remote: Remote, role: str, keys: Path) -> Submitted:
-    signed = replace_keys(remote, {}, keys) if role == "root" else renew(remote, role, keys)
-    return signed.submitted
+def _renew(remote: Remote, role: str, keys: Path, past: int) -> Submitted:
+    if role == "root":
+        return replace_keys(remote, {}, keys, past=past).submitted
+    return renew(remote, role, keys, past=past).submitted
 
 
 def _signatures_text(submitted: Submitted) -> str:

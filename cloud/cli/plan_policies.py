@@ -1,9 +1,10 @@
-"""`triplane cloud policy set-plans`, `remove-plans` and `triplane federate sign`: signed plans."""
+"""Signed plans: `triplane cloud policy set-plans`, `remove-plans`, `federate sign`, `unsign`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,14 +12,22 @@ from tuf.api._payload import Targets
 
 from triplane.cloud.cli.connection import Calls
 from triplane.cloud.cli.remote import Remote, remote_at
-from triplane.cloud.federation.plan_signing import least_of, sign_plan
+from triplane.cloud.federation.plan_signing import least_of, sign_plan, unsign_plans
 from triplane.cloud.registry.names import Reference
 from triplane.cloud.trust.checks import read_plan_policy
 from triplane.cloud.trust.roles import parse
 from triplane.cloud.trust.signing import SigningResult, change_plan_policy
 from triplane.proto.errors import InvalidInput, NotFound
-from triplane.proto.federation_pb2 import GetRunRequest
-from triplane.proto.plan_statement import Least, PlanPolicy, PlanRule
+from triplane.proto.federation_pb2 import GetRunRequest, Spec
+from triplane.proto.hyperparameters import values_of
+from triplane.proto.plan_statement import (
+    Least,
+    LeastMasking,
+    PlanPolicy,
+    PlanRule,
+    PlanStatement,
+)
+from triplane.proto.signed_fields import is_hex_digest
 from triplane.unified_ir.files.container import Container
 
 OF_ALGORITHMS: Final = ("rate.*", "scaffold.*")
@@ -37,14 +46,7 @@ def stored_plan_policy(remote: Remote) -> PlanPolicy:
 
 def plan_policy_record(policy: PlanPolicy) -> dict[str, Any]:
     """Return the rules for scripts."""
-    return {
-        model: {
-            "algorithms": list(rule.algorithms),
-            "tensors": list(rule.tensors),
-            **rule.least.fields(),
-        }
-        for model, rule in sorted(policy.models.items())
-    }
+    return {model: rule.fields() for model, rule in sorted(policy.models.items())}
 
 
 def plan_policy_rows(policy: PlanPolicy) -> list[tuple[str, ...]]:
@@ -53,7 +55,7 @@ def plan_policy_rows(policy: PlanPolicy) -> list[tuple[str, ...]]:
         (
             model,
             ", ".join(rule.algorithms),
-            rule.least.text,
+            rule.conditions,
             _some(rule.tensors),
         )
         for model, rule in sorted(policy.models.items())
@@ -61,7 +63,7 @@ def plan_policy_rows(policy: PlanPolicy) -> list[tuple[str, ...]]:
 
 
 def _bounds_text(rule: PlanRule) -> str:
-    return f"algorithms {', '.join(rule.algorithms)}, at least {rule.least.text}"
+    return f"algorithms {', '.join(rule.algorithms)}, at least {rule.conditions}"
 
 
 def _some(names: Sequence[str]) -> str:
@@ -75,6 +77,7 @@ def allow_plans(
     model: str,
     algorithms: tuple[str, ...],
     tensors: tuple[str, ...],
+    masked: float | None,
     keys: Path,
     **least: int,
 ) -> tuple[dict[str, Any], str]:
@@ -84,7 +87,8 @@ def allow_plans(
         left_out: list[str] = []
         if not tensors:
             tensors, left_out = _parameters(remote, model)
-        rule = PlanRule(algorithms or ("*",), tensors, Least.of_fields(least))
+        masking = None if masked is None else LeastMasking(masked)
+        rule = PlanRule(algorithms or ("*",), tensors, Least.of_fields(least), masking)
         replaced: list[PlanRule] = []
 
         def change(before: PlanPolicy) -> PlanPolicy:
@@ -147,6 +151,39 @@ def _policy_text(model: str, signed: SigningResult) -> str:
     )
 
 
+def unsign_run(cloud: Calls, *, run: str, keys: Path) -> tuple[dict[str, Any], str]:
+    """Withdraw the signature of the plan of a run, or of a plan by its root digest."""
+    if is_hex_digest(run.lower()):
+        chosen = partial(_has_digest, run.lower())
+    else:
+        chosen = partial(_is_of, cloud.federation.GetRun(GetRunRequest(id=run)).spec)
+    with remote_at(cloud) as remote:
+        done = unsign_plans(remote, chosen, keys, progress=cloud.output.note)
+    submitted = done.submitted
+    record = asdict(submitted) | {"plans": [plan.custom() for plan in done.plans]}
+    lines = [f"{p.digest}: {p.algorithm} of {p.model}@{p.version}" for p in done.plans]
+    if submitted.published:
+        lines.append(
+            "withdrawn; devices do not begin it again, unless the policy for plans lets it"
+        )
+    else:
+        lines.append(
+            f"{submitted.signatures} of {submitted.threshold} signatures; the other signers run "
+            "the same command"
+        )
+    return record, "\n".join(lines)
+
+
+def _has_digest(digest: str, plan: PlanStatement) -> bool:
+    return plan.digest == digest
+
+
+def _is_of(spec: Spec, plan: PlanStatement) -> bool:
+    """Return whether a plan was made for runs of this spec."""
+    of_plan = (f"{plan.model}@{plan.version}", plan.algorithm, dict(plan.hyperparameters))
+    return of_plan == (spec.model, spec.algorithm, values_of(spec.hyperparameters))
+
+
 def sign_run(
     cloud: Calls, *, run_id: str, keys: Path, model_digest: str, **least: int | None
 ) -> tuple[dict[str, Any], str]:
@@ -173,7 +210,7 @@ def sign_run(
     lines = [
         f"{target.path}: {statement.algorithm} of {spec.model}, of model {statement.model_digest}",
         f"tensors that may leave a device: {_some(statement.tensors)}",
-        f"in rounds of at least {statement.least.text}",
+        f"in rounds of at least {statement.conditions}",
     ]
     if submitted.published:
         lines.append("signed and published; devices run it")

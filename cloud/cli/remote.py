@@ -10,6 +10,7 @@ from pathlib import Path
 from triplane.cloud.cli.connection import Calls
 from triplane.cloud.cli.pushing import wait_for_bundle
 from triplane.cloud.trust.repository import Pending, Submitted
+from triplane.cloud.trust.roles import Lists
 from triplane.proto.blobs import BlobFolder
 from triplane.proto.errors import Corrupt
 from triplane.proto.messages import value_from
@@ -38,10 +39,12 @@ class Remote:
             response = self._cloud.metadata.GetPending(GetPendingRequest(role=role))
         return value_from(Pending, response)
 
-    def submit(self, role: str, data: bytes, /) -> Submitted:
+    def submit(self, role: str, data: bytes, auto: Lists = Lists.CARRIED, /) -> Submitted:
         """Submit a version with this signer's signatures."""
         with remote_errors():
-            response = self._cloud.metadata.Submit(SubmitRequest(role=role, metadata=data))
+            drop = auto is Lists.DROPPED
+            request = SubmitRequest(role=role, metadata=data, drop_auto=drop)
+            response = self._cloud.metadata.Submit(request)
         return value_from(Submitted, response)
 
     def version(self, reference: str, /) -> Version:

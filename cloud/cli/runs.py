@@ -66,6 +66,10 @@ def headline(run: Run) -> str:
     if run.HasField("epsilon_spent"):
         noise = spec.noise
         parts.append(spent_text(run.epsilon_spent, noise.epsilon, noise.delta))
+    if not run.roster and phase not in INACTIVE:
+        parts.append("no roster: nothing protects from a cloud that invents devices")
+    if spec.HasField("masking"):
+        parts.append(f"masked: the cloud learns sums over {spec.masking.least} or more devices")
     if run.members:
         connected = sum(member.connected for member in run.members)
         devices = "device" if len(run.members) == 1 else "devices"
@@ -75,6 +79,13 @@ def headline(run: Run) -> str:
     if run.reason:
         parts.append(run.reason)
     return shown(f"[{run.id}] {', '.join(parts)}")
+
+
+def masking_lines(run: Run) -> list[str]:
+    """Return what the masking of a run holds for its usual cohort, in lines; none without it."""
+    from triplane.cloud.federation.masked_spec import masking_text
+
+    return masking_text(run.spec).splitlines() if run.spec.HasField("masking") else []
 
 
 def metric_of_run(run: Run) -> Metric:
@@ -194,7 +205,7 @@ def run_text(run: Run) -> str:
     when = f"begun {age(run.started_s)} by {run.started_by}"
     if run.ended_s:
         when += f", took {duration_text(run.ended_s - run.started_s)}"
-    lines = [headline(run), shown(when)]
+    lines = [headline(run), *masking_lines(run), shown(when)]
     metric = metric_of_run(run)
     if run.rounds:
         rows = [round_row(r, metric) for r in run.rounds[-LAST_ROUNDS:]]

@@ -15,8 +15,10 @@ from typing import Any, Final
 
 from triplane.cloud.federation import messages
 from triplane.cloud.federation.flower.runs import FlowerRuns
-from triplane.cloud.federation.live import LiveRun, MakeEvent
+from triplane.cloud.federation.live import CONTRIBUTIONS, LiveRun, MakeEvent
 from triplane.cloud.federation.live_runs import LiveRuns
+from triplane.cloud.federation.masked_answers import judge_answer, without_left
+from triplane.cloud.federation.masked_cohorts import MaskedCohorts
 from triplane.cloud.federation.preparation import Preparation
 from triplane.cloud.federation.presence import Presence
 from triplane.cloud.federation.recovery import Recovery
@@ -27,15 +29,10 @@ from triplane.proto import federation_pb2 as pb
 from triplane.proto.blobs import BlobFolder
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.run import (
-    Answered,
-    Arrived,
-    Declined,
     Event,
     Joined,
     Left,
-    Refused,
     RunState,
-    Scored,
 )
 
 logger = logging.getLogger(__name__)
@@ -77,11 +74,12 @@ class DeviceSessions:
         updates: UpdateStore,
         *,
         flower: FlowerRuns,
+        masked: MaskedCohorts,
         send: SendWork,
     ) -> None:
         self._runs, self._preparation, self._recovery = runs, preparation, recovery
         self._documents, self._updates, self._flower = documents, updates, flower
-        self._send = send
+        self._masked, self._send = masked, send
         self._devices: dict[str, _Device] = {}
         self._presence = Presence(self._write_presence)
         self._on_offer: list[Callable[[str, pb.Offer], None]] = []
@@ -161,7 +159,9 @@ class DeviceSessions:
             raise InvalidInput(f"a lease has {LEASE_BYTES} bytes and a run is named by its id")
         outcome = contribution.WhichOneof("outcome")
         if outcome is None:
-            raise InvalidInput("a contribution is an update, a score, or declined")
+            raise InvalidInput(
+                "a contribution is an update, a score, an answer to a masked step, or declined"
+            )
         run = self._runs.get(contribution.run)
         if run is None or run.is_over:
             await self._settle_late(name, contribution)
@@ -169,8 +169,12 @@ class DeviceSessions:
         check = self._flower.check_reply if run.record.spec.flower.app else None
         # Judge before the queue, since reading an update takes time. Whether it counts is decided
         # when its event's turn comes, because the round may have closed meanwhile.
-        make = await self._updates.judge(run, name, contribution, check)
-        data = contribution.update.inline if outcome == "update" else b""
+        if outcome == "masked":
+            make, data = judge_answer(run, name, contribution, self._masked, self._updates)
+        else:
+            make = await self._updates.judge(run, name, contribution, check)
+            make = without_left(run, name, make)
+            data = contribution.update.inline if outcome == "update" else b""
         bytes_down = self._documents.bytes_down(run).get(name, 0)
         # Returns after the commit. The session acknowledges the contribution only then, so a crash
         # before it makes the device send the same bytes again.
@@ -296,7 +300,7 @@ def _with_bytes_down(make: MakeEvent, bytes_down: int) -> MakeEvent:
 
     def counted(state: RunState, at_s: float) -> Event | None:
         event = make(state, at_s)
-        if isinstance(event, Arrived | Answered | Scored | Refused | Declined):
+        if isinstance(event, CONTRIBUTIONS):
             return replace(event, bytes_down=bytes_down)
         return event
 

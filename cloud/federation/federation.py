@@ -23,6 +23,7 @@ from triplane.cloud.federation.flower.runs import FlowerRuns
 from triplane.cloud.federation.journal import Prepared, RunRecord
 from triplane.cloud.federation.live import LiveRun
 from triplane.cloud.federation.live_runs import LiveRuns
+from triplane.cloud.federation.masked_cohorts import MaskedCohorts
 from triplane.cloud.federation.noise_store import NoiseStore
 from triplane.cloud.federation.plan_signing import PlanSignatures
 from triplane.cloud.federation.preparation import Preparation
@@ -38,6 +39,7 @@ from triplane.cloud.store import Database
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.blobs import BlobFolder
 from triplane.proto.errors import Conflict, InvalidInput, NotFound
+from triplane.proto.roster import Roster
 from triplane.unified_ir.federated.core.run import ENDED, Phase, Resumed, Stopped
 
 ID_BYTES: Final = 8
@@ -82,26 +84,28 @@ class Federation:
         self.live = LiveRuns(db, clock, epoch or secrets.token_hex(8))
         self.updates = UpdateStore(folder / "updates", blobs, self.live.small_update)
         children = children or Children(folder / "children")
+        masked = MaskedCohorts(self.updates, blobs, self._roster)
         self._results = Results(
             db, blobs, self.updates, children, registry, self.live.shares_plan,
-            noise=NoiseStore(folder / "noise"),
+            noise=NoiseStore(folder / "noise"), masked=masked,
         )  # fmt: skip
         self._flower = FlowerRuns(
             db, blobs, self.updates, self._results, folder=folder / "flower",
             strategies=strategies or folder / "strategies", put=self.live.put,
         )  # fmt: skip
-        self._documents = WorkDocuments(self.live.all, self._flower, blobs, clock)
+        self._documents = WorkDocuments(self.live.all, self._flower, masked, blobs, clock)
         self._preparation = Preparation(
             db, self.live, self._results, clock, opened=self._begin_prepared,
             failed=lambda: self.devices.tell_whether_asked(),  # noqa: PLW0108 -- made below
             lacking=self._lacking_signature,
         )  # fmt: skip
         self._recovery = Recovery(
-            db, self.live, self._results, self._flower, self.updates, self._begin_live
-        )
+            db, self.live, self._results, self._flower, self.updates,
+            masked=masked, open_run=self._begin_live,
+        )  # fmt: skip
         self.devices = DeviceSessions(
             self.live, self._preparation, self._recovery, self._documents, self.updates,
-            flower=self._flower, send=send,
+            flower=self._flower, masked=masked, send=send,
         )  # fmt: skip
 
     async def start(self) -> None:
@@ -272,4 +276,8 @@ class Federation:
             down=sum(self._documents.bytes_down(live).values()) if live else 0,
             waits=self.live.waits(record.id),
             waiting=self.devices.waiting() if live and not live.is_over else {},
+            roster=roster.version if (roster := self._roster()) else 0,
         )
+
+    def _roster(self) -> Roster | None:
+        return self._signatures.roster() if self._signatures else None

@@ -23,8 +23,10 @@ from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import Conflict, Corrupt
 from triplane.proto.messages import value_from
 from triplane.unified_ir.federated.core import run as core
+from triplane.unified_ir.federated.core.masked_step import PHASE_S
 from triplane.unified_ir.federated.core.metric import ACCURACY
-from triplane.unified_ir.federated.core.run import ADDED, Event
+from triplane.unified_ir.federated.core.run import Event
+from triplane.unified_ir.federated.core.run_plan import ADDED, RunPlan
 
 KINDS: Final[Mapping[str, type[Event]]] = {
     "Joined": core.Joined,
@@ -33,6 +35,8 @@ KINDS: Final[Mapping[str, type[Event]]] = {
     "Asked": core.Asked,
     "Arrived": core.Arrived,
     "Answered": core.Answered,
+    "Masked": core.Masked,
+    "Exchanged": core.Exchanged,
     "Scored": core.Scored,
     "Refused": core.Refused,
     "Declined": core.Declined,
@@ -287,15 +291,15 @@ def first_projection(record: RunRecord) -> RunProjection:
     )
 
 
-def plan_of(spec: pb.Spec) -> core.RunPlan:
+def plan_of(spec: pb.Spec) -> RunPlan:
     """Return the machine's plan of a spec whose defaults are filled in."""
     cohort, privacy = spec.cohort, privacy_of(spec)
     budget = None if privacy is None else privacy.budget()
-    return core.RunPlan(
+    return RunPlan(
         rounds=spec.rounds if budget is None else budget.most_rounds(spec.rounds),
         devices=cohort.devices,
         asked=cohort.devices + count_of(cohort.devices, cohort.over_selection),
-        quorum=least_updates(cohort.devices, cohort.quorum),
+        quorum=max(least_updates(cohort.devices, cohort.quorum), spec.masking.least),
         deadline_s=cohort.deadline_s,
         patience_s=cohort.patience_s,
         evaluate_every=spec.evaluate_every,
@@ -304,6 +308,8 @@ def plan_of(spec: pb.Spec) -> core.RunPlan:
         returns=spec.robustness.returns,
         budget=budget,
         clip=0.0 if privacy is None else privacy.clip,
+        least=spec.masking.least,
+        phase_s=spec.masking.phase_s or PHASE_S,
     )
 
 

@@ -28,7 +28,8 @@ from triplane.cloud.store import Database
 from triplane.cloud.tasks import BackgroundTasks
 from triplane.proto.disk import NoRoom
 from triplane.proto.errors import Corrupt, InvalidInput, TriplaneError, Unavailable
-from triplane.unified_ir.federated.core.rules import due_s, lease_of
+from triplane.unified_ir.federated.core.lease_changes import lease_of
+from triplane.unified_ir.federated.core.rules import due_s
 from triplane.unified_ir.federated.core.run import (
     ENDED,
     Answered,
@@ -37,9 +38,11 @@ from triplane.unified_ir.federated.core.run import (
     Effect,
     Effects,
     Event,
+    Exchange,
     Failed,
     Finish,
     Judged,
+    Masked,
     Outcome,
     Phase,
     Reduce,
@@ -63,7 +66,7 @@ MAX_RETRY_S: Final = 30.0
 """Longest pause between tries of work that finds no disk space; the first is `RETRY_S`."""
 HOLD_S: Final = 0.05
 """Longest time that a contribution waits for others that share its commit."""
-CONTRIBUTIONS: Final = (Arrived, Answered, Scored, Refused, Declined)
+CONTRIBUTIONS: Final = (Arrived, Answered, Masked, Scored, Refused, Declined)
 COUNTED_S: Final = 0.25
 """Delay after which a device learns that its update counted, unless a new task says so."""
 
@@ -83,6 +86,11 @@ class Worker(Protocol):
 
         projection: after the updates of the order, which may not be committed yet.
         """
+
+    async def exchange(
+        self, record: RunRecord, projection: RunProjection, order: Exchange
+    ) -> MakeEvent:
+        """Take the answers to a step of a masked round."""
 
     async def judged(self, record: RunRecord, projection: RunProjection, order: Judged) -> None:
         """Handle the end of an evaluating round. Raises nothing: the run does not wait for it."""
@@ -196,7 +204,7 @@ class LiveRun:
         """Return an inline update that is not committed yet; for any thread."""
         name = sha256.hex()
         arrived = _inline_updates(list(self._machine.ahead.steps))
-        return next((data for event, data in arrived if event.update.blob == name), None)
+        return next((data for event, data in arrived if _blob_of(event) == name), None)
 
     def _fold(
         self, projection: RunProjection, changes: list[RunChange]
@@ -239,6 +247,8 @@ class LiveRun:
             all(isinstance(change.event, CONTRIBUTIONS) for change, _ in batch.steps)
             and _same_round(self.projection.state, state)
             and (state.phase is Phase.COLLECTING or reduces)
+            # Its devices wait for the exchange.
+            and not any(isinstance(effect, Exchange) for effect in batch.effects)
         )
         if may_wait:
             orders = [effect for effect in batch.effects if isinstance(effect, Reduce)]
@@ -259,7 +269,7 @@ class LiveRun:
         """Write the batch. An inline update has a row while the round that counts it is open."""
         after = batch.state
         small = {
-            event.update.blob: data
+            _blob_of(event): data
             for event, data in _inline_updates(batch.steps)
             if _counts(after.state, event) and not _counts(before.state, event)  # else it has one
         }
@@ -315,7 +325,7 @@ class LiveRun:
             if isinstance(effect, Judged):
                 work = self._worker.judged(self.record, self.projection, effect)
                 self._tasks.spawn(work, f"judge {self.record.id}")
-            elif isinstance(effect, Reduce | Finish):
+            elif isinstance(effect, Reduce | Exchange | Finish):
                 name = f"{type(effect).__name__.lower()} {self.record.id}"
                 self._tasks.spawn(self._done(effect, batch), name)
         last = before
@@ -352,7 +362,7 @@ class LiveRun:
         for device in sorted(counted):
             self._audience.tell(device)
 
-    async def _done(self, effect: Reduce | Finish, basis: RunBatch) -> None:
+    async def _done(self, effect: Reduce | Exchange | Finish, basis: RunBatch) -> None:
         """Carry out an effect of the batch `basis`; the result of a lost batch is dropped."""
 
         def note(make: MakeEvent, write: Write | None = None) -> None:
@@ -378,14 +388,18 @@ class LiveRun:
             note(make, write)
 
     async def _outcome_of(
-        self, effect: Reduce | Finish, basis: RunBatch
+        self, effect: Reduce | Exchange | Finish, basis: RunBatch
     ) -> tuple[MakeEvent, Write | None]:
         """Return the outcome of an effect; retries while the disk has no room."""
         phase, pause_s = basis.state.state.phase, RETRY_S
         while True:
             try:
+                outcome: tuple[MakeEvent, Write | None]
                 if isinstance(effect, Reduce):
                     outcome = await self._worker.reduce(self.record, basis.state, effect)
+                elif isinstance(effect, Exchange):
+                    make = await self._worker.exchange(self.record, basis.state, effect)
+                    outcome = make, None
                 else:
                     outcome = await self._worker.finish(self.record, basis.state)
             except NoRoom as error:
@@ -415,14 +429,22 @@ class LiveRun:
 
 def _inline_updates(
     steps: Iterable[tuple[RunChange, RunProjection]],
-) -> Iterator[tuple[Arrived, bytes]]:
-    return ((x.event, x.data) for x, _ in steps if x.data and isinstance(x.event, Arrived))
+) -> Iterator[tuple[Arrived | Masked, bytes]]:
+    return ((x.event, x.data) for x, _ in steps if x.data and isinstance(x.event, Arrived | Masked))
 
 
-def _counts(state: RunState, event: Arrived) -> bool:
-    """Return whether the current round counts this update."""
+def _blob_of(event: Arrived | Masked) -> str:
+    return event.update.blob if isinstance(event, Arrived) else event.answer.blob
+
+
+def _counts(state: RunState, event: Arrived | Masked) -> bool:
+    """Return whether the current round counts this update, or this answer to a masked step."""
     held = lease_of(state, event.device)
-    return held is not None and held.id == event.lease and held.update == event.update
+    if held is None or held.id != event.lease:
+        return False
+    if isinstance(event, Masked):
+        return event.answer in held.answers
+    return held.update == event.update
 
 
 def _has_counted(state: RunState, device: str) -> bool:

@@ -12,11 +12,12 @@ from typing import Final
 from triplane.cloud.federation.journal import RunRecord
 from triplane.cloud.federation.private_runs import noise_terms, why_fewer_rounds
 from triplane.cloud.federation.run_projection import RunProjection
-from triplane.cloud.federation.spec import least_updates
+from triplane.cloud.federation.spec import fewest_updates
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.messages import message_from
+from triplane.unified_ir.federated.core.lease_changes import open_lease, open_leases
+from triplane.unified_ir.federated.core.masked_round import is_in_step, step_ends_s
 from triplane.unified_ir.federated.core.metric import ACCURACY
-from triplane.unified_ir.federated.core.rules import open_lease
 from triplane.unified_ir.federated.core.run import (
     Ended,
     Outcome,
@@ -35,7 +36,7 @@ class TaskFiles:
     """The blobs that a task names, with their sizes. message: the message to a device's own app.
 
     inline: the state's bytes, if they are sent with the task. inline_bytes: largest update, in
-    bytes, that the device may send within its contribution.
+    bytes, that the device may send within its contribution. masking: the step of a masked round.
     """
 
     plan: pb.Blob
@@ -43,6 +44,7 @@ class TaskFiles:
     message: pb.Blob | None = None
     inline: bytes = b""
     inline_bytes: int = 0
+    masking: pb.MaskingStep | None = None
 
 
 def run_message(
@@ -53,17 +55,19 @@ def run_message(
     down: int = 0,
     waits: str = "",
     waiting: Mapping[str, str] = MappingProxyType({}),
+    roster: int = 0,
 ) -> pb.Run:
     """Return a run as people see it.
 
     down: bytes that devices downloaded in the current round. waits: why nothing can be written at
     the moment, or empty. waiting: the reason why a device cannot work at the moment, by device.
+    roster: the version of the signed roster of devices, 0 for none.
     """
     later = dict.fromkeys(
         ("round", "members", "rounds", "refusals", "revision", "metric", "epsilon_spent")
     )
     phase = pb.Run.Phase.Value((record.before or "preparing").upper())
-    message = message_from(pb.Run, record, phase=phase, **later)
+    message = message_from(pb.Run, record, phase=phase, roster=roster, **later)
     if projection is not None:
         _add_state(message, projection, rounds=rounds, down=down)
         if (budget := projection.state.budget) is not None:
@@ -78,7 +82,7 @@ def run_message(
 def _add_state(message: pb.Run, projection: RunProjection, *, rounds: bool, down: int) -> None:
     state = projection.state
     message.phase = pb.Run.Phase.Value(state.phase.name)
-    message.reason = state.reason
+    message.reason = state.reason or _step_text(state)
     message.round = state.round.number if state.round else state.turn[0]
     message.revision = projection.revision
     if projection.metric != ACCURACY.name:  # which earlier releases do not name
@@ -91,6 +95,17 @@ def _add_state(message: pb.Run, projection: RunProjection, *, rounds: bool, down
         messages = [_ended(projection, ended) for ended in state.history]
         messages += _at_hand(state, down)
         message.rounds.extend(messages[-MAX_ROUNDS:])
+
+
+def _step_text(state: RunState) -> str:
+    """Describe where the run is in a masked round; empty if it is in none."""
+    round_ = state.round
+    if round_ is None or round_.masked is None or state.phase is not Phase.COLLECTING:
+        return ""
+    masked = round_.masked
+    taking_part = [x for x in open_leases(state) if is_in_step(x, masked)]
+    answered = sum(x.due is None for x in taking_part)
+    return f"{answered} of {len(taking_part)} devices have answered the step {masked.step}"
 
 
 def _member(member: RunMember) -> pb.Member:
@@ -142,7 +157,10 @@ def task_message(
     lease, at_hand = open_lease(state, device), state.round
     assert lease is not None
     assert at_hand is not None
-    spec = record.spec
+    spec, masked = record.spec, at_hand.masked
+    ends_s = at_hand.opened_s + state.plan.deadline_s
+    if masked is not None:
+        ends_s = step_ends_s(state.plan, masked)
     task = pb.Task(
         run=record.id,
         round=at_hand.number,
@@ -152,10 +170,11 @@ def task_message(
         sampling=spec.sampling,
         seed=spec.seed,
         # Seconds left, not a time: the device's clock may be wrong.
-        deadline_s=max(0.0, at_hand.opened_s + state.plan.deadline_s - now_s),
+        deadline_s=max(0.0, ends_s - now_s),
         inline_state=files.inline,
         inline_bytes=files.inline_bytes,
-        cohort=least_updates(spec.cohort.devices, spec.cohort.quorum),
+        cohort=fewest_updates(spec),
+        masking=files.masking,
     )
     if files.message is not None:
         task.flower.CopyFrom(files.message)

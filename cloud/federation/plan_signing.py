@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import random
 import tempfile
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
@@ -21,25 +19,31 @@ from tuf.api._payload import TargetFile
 
 from triplane.cloud.federation.children import Children
 from triplane.cloud.federation.journal import Prepared
-from triplane.cloud.federation.spec import least_updates
+from triplane.cloud.federation.spec import fewest_updates
 from triplane.cloud.registry.names import Reference
 from triplane.cloud.trust.repository import MetadataRepository, Submitted, target_file
 from triplane.cloud.trust.signing import (
     MAX_REPEATED,
-    MAX_TRIES,
-    RETRY_S,
     Metadatas,
     Progress,
     Signer,
     SigningResult,
     check_model,
+    until_signed,
 )
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.blobs import BlobFolder
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 from triplane.proto.hyperparameters import set_values, values_of
-from triplane.proto.plan_statement import MAX_LEAST, Least, PlanStatement
+from triplane.proto.plan_statement import (
+    MAX_LEAST,
+    Least,
+    LeastMasking,
+    PlanStatement,
+    is_plan,
+)
 from triplane.proto.registry_pb2 import Version
+from triplane.proto.roster import ROSTER_PATH, Roster
 from triplane.proto.signed_fields import PLANS
 from triplane.proto.targets import SignedTarget, plan_target, read_target
 from triplane.unified_ir.files.container import Container
@@ -62,10 +66,18 @@ def least_of(spec: pb.Spec) -> Least:
     """Return the smallest round that a run has; its batches may be smaller on small devices."""
     sampling = spec.sampling
     return Least(
-        devices=least_updates(spec.cohort.devices, spec.cohort.quorum),
+        devices=fewest_updates(spec),
         batch=min(SAFE_BATCH, _batch_of(spec)),
         steps=sampling.steps,
     )
+
+
+def least_masking_of(spec: pb.Spec) -> LeastMasking | None:
+    """Return the weakest masking that a run has; None if its updates are in the clear."""
+    if not spec.HasField("masking"):
+        return None
+    default = LeastMasking()
+    return LeastMasking(spec.masking.colluding_share, spec.masking.failure or default.failure)
 
 
 def _batch_of(spec: pb.Spec) -> int:
@@ -87,7 +99,14 @@ class PlanFile:
     length: int
     tensors: tuple[str, ...]
 
-    def target(self, role: str, spec: pb.Spec, model_digest: bytes, least: Least) -> SignedTarget:
+    def target(
+        self,
+        role: str,
+        spec: pb.Spec,
+        model_digest: bytes,
+        least: Least,
+        masking: LeastMasking | None,
+    ) -> SignedTarget:
         """Return the target of this plan, which was made for a run of `spec`."""
         reference = Reference.parse(spec.model)
         statement = PlanStatement(
@@ -99,6 +118,7 @@ class PlanFile:
             hyperparameters=values_of(spec.hyperparameters),
             tensors=self.tensors,
             least=least,
+            masking=masking,
         )
         return plan_target(role, statement, length=self.length, sha256=self.sha256)
 
@@ -108,6 +128,10 @@ class PlanSignatures:
 
     def __init__(self, repository: MetadataRepository, blobs: BlobFolder) -> None:
         self._repository, self._blobs = repository, blobs
+
+    def roster(self) -> Roster | None:
+        """Return the roster of devices, if people have signed one that is valid now."""
+        return self._repository.roster()
 
     def lacking(
         self, run: str, spec: pb.Spec, prepared: Prepared, model_digest: bytes, used: set[str]
@@ -130,6 +154,7 @@ class PlanSignatures:
                     f"{Reference.parse(spec.model).model} --keys DIR for this and later runs"
                 )
         _check_size(spec, signed.statement.least)
+        _check_masking(spec, signed.statement.masking)
         return ""
 
     def _sign_auto(
@@ -139,15 +164,15 @@ class PlanSignatures:
         length = self._blobs.find(sha256).stat().st_size
         plan = PlanFile(prepared.plan_digest, sha256, length, tuple(sorted(prepared.roles)))
         rule = self._repository.plan_policy().models.get(Reference.parse(spec.model).model)
-        least = Least() if rule is None else rule.least
-        statement = plan.target(PLANS, spec, model_digest, least).statement
+        least, masking = (Least(), None) if rule is None else (rule.least, rule.masking)
+        statement = plan.target(PLANS, spec, model_digest, least, masking).statement
         return self._repository.sign_auto_plan(statement, length=length, sha256=sha256, keep=used)
 
 
 def _check_size(spec: pb.Spec, least: Least) -> None:
     sampling = spec.sampling
     of_run = Least(
-        devices=least_updates(spec.cohort.devices, spec.cohort.quorum),
+        devices=fewest_updates(spec),
         batch=min(_batch_of(spec), MAX_LEAST),
         steps=sampling.steps,
     )
@@ -156,6 +181,15 @@ def _check_size(spec: pb.Spec, least: Least) -> None:
         raise Conflict(
             f"the run is smaller than its signed plan allows, so every device would decline: "
             f"{lacking}; start a larger run, or have the plan signed for smaller ones"
+        )
+
+
+def _check_masking(spec: pb.Spec, masking: LeastMasking | None) -> None:
+    lacking = "" if masking is None else masking.lacking(least_masking_of(spec))
+    if lacking:
+        raise Conflict(
+            f"the signature of the plan demands {lacking}, so every device would decline; start a "
+            "run with that masking, or have the plan signed for this one"
         )
 
 
@@ -178,27 +212,70 @@ def sign_plan(
     """
     wanted = _made_here(cloud, spec, least, progress, model_digest)
     checked = {wanted.path: target_file(wanted)}
-    for tries_left in reversed(range(MAX_TRIES)):
+
+    def attempt() -> SigningResult:
         signer = Signer(cloud, keys_folder, PLANS)
         base = signer.published()
         if base.get(wanted.path) == checked[wanted.path]:
             pending = cloud.pending(PLANS)
             done = Submitted(True, pending.signatures, pending.threshold, signer.version)
             return SigningResult(done, (wanted,))
-        waiting = signer.waiting({k: v for k, v in base.items() if k != wanted.path})
+        # Also what waits with another roster, so that nobody's signature of it is lost.
+        apart = (wanted.path, ROSTER_PATH)
+        waiting = signer.waiting({k: v for k, v in base.items() if k not in apart})
         others = {} if waiting is None else dict(waiting.signed.targets)
         if waiting is not None and not signer.has_signed(waiting):
-            checked |= _compared(cloud, base, others, checked, progress)
-        try:
-            progress(f"signing {wanted.path}")
-            targets = {**base, **others, wanted.path: checked[wanted.path]}
-            return SigningResult(signer.sign(waiting, targets, now_s), (wanted,))
-        except Conflict:
-            if not tries_left:
-                raise
-            progress("somebody else signed at the same time; signing on top of that")
-            time.sleep(random.uniform(0, RETRY_S))
-    raise AssertionError("the last try returns or raises")
+            checked.update(_compared(cloud, base, others, checked, progress))
+        progress(f"signing {wanted.path}")
+        targets = {**base, **others, wanted.path: checked[wanted.path]}
+        return SigningResult(signer.sign(waiting, targets, now_s), (wanted,))
+
+    return until_signed(attempt, progress)
+
+
+@dataclass(frozen=True, slots=True)
+class WithdrawnPlans:
+    """The outcome of withdrawing signatures. plans: what was signed about them."""
+
+    submitted: Submitted
+    plans: tuple[PlanStatement, ...]
+
+
+def unsign_plans(
+    cloud: Metadatas,
+    chosen: Callable[[PlanStatement], bool],
+    keys_folder: Path,
+    *,
+    progress: Progress = lambda _: None,
+    now_s: float | None = None,
+) -> WithdrawnPlans:
+    """Sign the list of `plans` without the plans that `chosen` accepts.
+
+    NotFound: there is none among the published ones. Conflict: other plans or a roster wait for
+    signatures. It does not concern plans that the cloud's key has signed within the policy.
+    """
+
+    def attempt() -> WithdrawnPlans:
+        signer = Signer(cloud, keys_folder, PLANS)
+        base = signer.published()
+        plans = {path: _statement(path, entry) for path, entry in base.items() if is_plan(path)}
+        gone = {path: statement for path, statement in plans.items() if chosen(statement)}
+        if not gone:
+            listed = ", ".join(f"{s.digest[:12]} of {s.model}@{s.version}" for s in plans.values())
+            raise NotFound(f"no such plan is signed by people (signed: {listed[:500] or 'none'})")
+        waiting = signer.waiting({})
+        if waiting is not None and any(
+            base.get(path) != entry for path, entry in waiting.signed.targets.items()
+        ):
+            raise Conflict("plans or a roster wait for signatures of this role; sign them first")
+        kept = {path: entry for path, entry in base.items() if path not in gone}
+        return WithdrawnPlans(signer.sign(waiting, kept, now_s), tuple(gone.values()))
+
+    return until_signed(attempt, progress)
+
+
+def _statement(path: str, entry: TargetFile) -> PlanStatement:
+    return read_target(path, entry.length, entry.hashes, entry.custom).statement
 
 
 def _compared(
@@ -210,19 +287,27 @@ def _compared(
 ) -> dict[str, TargetFile]:
     """Make the plans that wait again; return their entries, which are those that wait. Corrupt."""
     new = {path: entry for path, entry in waiting.items() if base.get(path) != entry}
+    if waiting.get(ROSTER_PATH) != base.get(ROSTER_PATH):
+        raise Conflict(
+            "a roster of devices waits for signatures of the same role; sign it first, by the "
+            "command that its first signer ran: triplane cloud roster add, remove or renew"
+        )
     if len(new) > MAX_REPEATED:
         raise InvalidInput(f"{len(new)} plans wait; at most {MAX_REPEATED} are signed at once")
     compared: dict[str, TargetFile] = {}
     for path, entry in new.items():
         ours = checked.get(path)
         if ours is None:
-            statement = read_target(path, entry.length, entry.hashes, entry.custom).statement
+            statement = _statement(path, entry)
             spec = pb.Spec(
                 model=f"{statement.model}@{statement.version}", algorithm=statement.algorithm
             )
             set_values(spec.hyperparameters, dict(statement.hyperparameters))
-            # The one fact that making the plan again does not check: another signer chose it.
-            progress(f"{path} waits too, for rounds of {statement.least.text} or more")
+            if (masking := statement.masking) is not None:
+                spec.masking.colluding_share = masking.colluding_share
+                spec.masking.failure = masking.failure
+            # What making the plan again does not check, because another signer chose it.
+            progress(f"{path} waits too, for rounds of {statement.conditions} or more")
             ours = target_file(_made_here(cloud, spec, statement.least, progress))
         if ours != entry:
             raise Corrupt(
@@ -253,7 +338,7 @@ def _made_here(
                 f"{version.model_digest.hex()[:12]}"
             )
         plan = asyncio.run(_plan_file(Path(work), model, spec))
-    return plan.target(PLANS, spec, digest, least)
+    return plan.target(PLANS, spec, digest, least, least_masking_of(spec))
 
 
 async def _plan_file(work: Path, model: Path, spec: pb.Spec) -> PlanFile:

@@ -12,6 +12,7 @@ from triplane.cloud.federation.flower.runs import FlowerRuns
 from triplane.cloud.federation.journal import RunRecord
 from triplane.cloud.federation.live import MAX_RETRY_S, RETRY_S, LiveRun
 from triplane.cloud.federation.live_runs import LiveRuns
+from triplane.cloud.federation.masked_cohorts import MaskedCohorts
 from triplane.cloud.federation.results import Results
 from triplane.cloud.federation.run_projection import RunProjection
 from triplane.cloud.federation.update_store import UpdateStore
@@ -37,10 +38,12 @@ class Recovery:
         results: Results,
         flower: FlowerRuns,
         updates: UpdateStore,
+        *,
+        masked: MaskedCohorts,
         open_run: OpenRun,
     ) -> None:
         self._db, self._runs, self._results, self._flower = db, runs, results, flower
-        self._updates, self._open_run = updates, open_run
+        self._updates, self._masked, self._open_run = updates, masked, open_run
         self._late = BackgroundTasks()  # by id of the run that waits for room on the disk
 
     async def start(self) -> list[RunRecord]:
@@ -82,6 +85,7 @@ class Recovery:
         await self._results.restore(record.id)
         if record.spec.HasField("flower"):
             await self._flower.take_up(record)
+        await self._masked.take_up(record, projection)
         run = self._open_run(record, projection)
         try:
             await run.put(self._runs.restarted)  # first: open leases are of another process
@@ -113,4 +117,5 @@ class Recovery:
 def _updates(state: RunState) -> list[str]:
     """Return the blobs of the updates that the open round holds."""
     leases = state.round.leases if state.round else ()
-    return [lease.update.blob for lease in leases if lease.update]
+    blobs = [lease.update.blob for lease in leases if lease.update]
+    return blobs + [answer.file for lease in leases for answer in lease.answers if answer.file]

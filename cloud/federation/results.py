@@ -24,6 +24,7 @@ from triplane.cloud.federation import journal
 from triplane.cloud.federation.children import Children, Planned
 from triplane.cloud.federation.journal import Prepared, RunRecord
 from triplane.cloud.federation.live import MakeEvent, Write
+from triplane.cloud.federation.masked_cohorts import MaskedCohorts
 from triplane.cloud.federation.noise_store import NoiseStore
 from triplane.cloud.federation.private_runs import (
     check_rows,
@@ -45,6 +46,7 @@ from triplane.proto.errors import Corrupt, TriplaneError
 from triplane.unified_ir.federated.core.draws import Array, Draws
 from triplane.unified_ir.federated.core.files import (
     INLINE_BYTES,
+    Like,
     encode_state,
     like_of,
     read_state,
@@ -55,6 +57,7 @@ from triplane.unified_ir.federated.core.limits import RoundUpdate
 from triplane.unified_ir.federated.core.run import (
     ENDED,
     NEWEST_RULES,
+    Exchange,
     Finished,
     Judged,
     Lease,
@@ -91,9 +94,10 @@ class Results:
         shares_plan: SharesPlan,
         *,
         noise: NoiseStore,
+        masked: MaskedCohorts,
     ) -> None:
         self._db, self._blobs, self._updates, self._children = db, blobs, updates, children
-        self.noise = noise
+        self.noise, self._masked = noise, masked
         self._registry, self._shares_plan = registry, shares_plan
         for pattern in (f"{UNFINISHED}*", f".{UNFINISHED}*"):  # of a process that was killed
             for left in blobs.partial.glob(pattern):
@@ -196,18 +200,7 @@ class Results:
         state = self._read(bytes.fromhex(before.shared), prepared)
         remembered = record.slots and not before.fresh_optimizer
         slots: dict[str, Array] = self._read(record.slots, prepared) if remembered else {}
-        like = like_of(state)
-
-        def opened(lease: Lease) -> dict[str, Array]:
-            assert lease.update is not None
-            return self._updates.opened(record, lease.id, lease.update, like)
-
-        updates = [
-            RoundUpdate(lease.update.examples, partial(opened, lease), lease.update.norms)
-            for lease in order.leases
-            if lease.update is not None
-        ]
-        done = self._reduced(record, before, order, state, slots, updates)
+        done = self._reduced(record, before, order, state, slots)
         roles = dict(prepared.roles)
         name = self._write(done.state, roles, prepared.plan_digest, known, small)
         if not done.slots:
@@ -223,29 +216,47 @@ class Results:
         order: Reduce,
         state: dict[str, Array],
         slots: dict[str, Array],
-        updates: list[RoundUpdate],
     ) -> Reduction:
         # The graphs come with them.
         from triplane.unified_ir.federated.algorithms import algorithm
-        from triplane.unified_ir.federated.algorithms.aggregators import reduce_round
+        from triplane.unified_ir.federated.algorithms.aggregators import UNLIMITED, reduce_round
 
         prepared, spec, at_hand = record.prepared, record.spec, before.round
         assert prepared is not None
         assert at_hand is not None
+        limits, like = robustness_of(spec), like_of(state)
         row, hyper = algorithm(spec.algorithm), hyper_of(spec)
+        if at_hand.masked is not None:
+            # Devices kept the limits, and the sum was held to them when it was unmasked.
+            change, mean = self._masked.mean(record, before)
+            updates = [RoundUpdate(mean.weight, lambda: change)]
+            limits = UNLIMITED
+        else:
+            updates = self._round_updates(record, order, like)
         if before.budget is not None:
             return reduce_with_noise(
                 self.noise, spec, before, state, slots, updates, server=row.server, hyper=hyper
             )
         return reduce_round(
-            state, slots, updates, robustness=robustness_of(spec),
+            state, slots, updates, robustness=limits,
             draws=Draws(spec.seed, order.number, "", "buckets"),
             weighting=prepared.weighting, server=row.server, hyper=hyper,
             buffers=frozenset(buffers(prepared.roles)),
             shares=row.shares(
-                hyper, like_of(state), updates=len(updates), members=at_hand.population
+                hyper, like, updates=len(order.leases), members=at_hand.population
             ),
         )  # fmt: skip
+
+    def _round_updates(self, record: RunRecord, order: Reduce, like: Like) -> list[RoundUpdate]:
+        def opened(lease: Lease) -> dict[str, Array]:
+            assert lease.update is not None
+            return self._updates.opened(record, lease.id, lease.update, like)
+
+        return [
+            RoundUpdate(lease.update.examples, partial(opened, lease), lease.update.norms)
+            for lease in order.leases
+            if lease.update is not None
+        ]
 
     def _read(self, sha256: bytes, prepared: Prepared) -> dict[str, Array]:
         path = self._blobs.find(sha256)
@@ -291,6 +302,12 @@ class Results:
             raise refusal(error, f"could not write a state: {error}") from error
         finally:
             path.unlink(missing_ok=True)
+
+    async def exchange(
+        self, record: RunRecord, projection: RunProjection, order: Exchange
+    ) -> MakeEvent:
+        """See `live.Worker`."""
+        return await self._masked.exchange(record, projection, order)
 
     async def judged(self, record: RunRecord, projection: RunProjection, order: Judged) -> None:
         """See `live.Worker`: scores are in the projection already."""
@@ -347,6 +364,7 @@ class Results:
         if closed is None or turn_of(closed) == turn_of(after.state.round):
             return
         updates = self._updates.forget(closed.leases)
+        self._masked.forget_before(new.id, turn_of(after.state.round))
         needed = {after.state.shared, after.state.good, new.slots.hex(), ""}
         stale = {before.state.shared, before.state.good, old.slots.hex()} - needed
         if new.prepared is None or self._shares_plan(new):

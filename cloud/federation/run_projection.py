@@ -11,18 +11,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, overload
 
+from triplane.unified_ir.federated.core.masked_round import REFUSED
 from triplane.unified_ir.federated.core.metric import ACCURACY, Metric, metric_named
 from triplane.unified_ir.federated.core.rules import step
 from triplane.unified_ir.federated.core.run import (
-    ADDED,
     Asked,
     Effects,
     Ended,
     Event,
+    Exchanged,
     Refused,
     Round,
     RunState,
 )
+from triplane.unified_ir.federated.core.run_plan import ADDED
 
 TENTH: Final = 10
 
@@ -69,6 +71,9 @@ def follow(projection: RunProjection, event: Event) -> tuple[RunProjection, Effe
     after = replace(projection, state=state, revision=projection.revision + 1, at_s=event.at_s)
     if isinstance(event, Refused):
         after = replace(after, refused={**projection.refused, event.kind: event.reason})
+    if isinstance(event, Exchanged) and event.refused:
+        newest = list(event.refused.values())[-1]
+        after = replace(after, refused={**projection.refused, REFUSED: newest})
     for ended in state.history[len(projection.state.history) :]:
         scored = any(m.score and m.score.round == ended.number for m in state.members.values())
         if ended.evaluates and ended.counted and scored:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
+from triplane.cloud.federation.masked_spec import fill_masking
 from triplane.cloud.federation.private_runs import fill_noise
 from triplane.cloud.registry.names import Reference, check_alias, check_name
 from triplane.proto import federation_pb2 as pb
@@ -57,6 +58,7 @@ def with_defaults(asked: pb.Spec) -> pb.Spec:
     _fill_compression(spec)
     fill_noise(spec, robustness_of(spec))
     _fill_robustness(spec)
+    fill_masking(spec, quorum=least_updates(spec.cohort.devices, spec.cohort.quorum))
     if spec.alias:
         check_alias(spec.alias)
     return spec
@@ -70,6 +72,13 @@ def count_of(devices: int, share: float) -> int:
 def least_updates(devices: int, quorum: float) -> int:
     """Return the least number of updates for a round to count. quorum: share of the devices."""
     return max(1, count_of(devices, quorum))
+
+
+def fewest_updates(spec: pb.Spec) -> int:
+    """Return the fewest updates of which a run with all its defaults makes a state."""
+    if spec.HasField("masking"):
+        return spec.masking.least
+    return least_updates(spec.cohort.devices, spec.cohort.quorum)
 
 
 def check_population(name: str) -> None:
@@ -107,8 +116,8 @@ def _refuse_unbuilt(spec: pb.Spec) -> None:
     if spec.privacy:
         names = ", ".join(name[:40] for name in spec.privacy)
         raise InvalidInput(
-            f"the field `privacy` is of earlier releases, and the run requires in it: {names}; ask "
-            "for masking and noise by their own fields (--mask, --noise)"
+            f"privacy is set by the fields masking and noise, and the run requires: {names}; "
+            "upgrade the client that starts it"
         )
     if spec.release not in RELEASES:
         raise InvalidInput(f"release is '' or 'auto', got {spec.release[:40]!r}")
@@ -169,6 +178,13 @@ def _fill_robustness(spec: pb.Spec) -> None:
     asked.SetInParent()
     if has_strategy:
         asked.returns = 0  # a strategy has a memory of its own, which would stay
+    elif spec.HasField("masking"):
+        if asked.returns:
+            raise InvalidInput(
+                "a masked run does not return to an earlier state, because the cloud sees no loss "
+                "of a device; leave returns out, and look at evaluations"
+            )
+        asked.returns = 0
     elif not algorithm(spec.algorithm).can_return:
         if asked.returns:
             raise InvalidInput(

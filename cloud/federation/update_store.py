@@ -21,7 +21,7 @@ from triplane.cloud.federation.live import LiveRun, MakeEvent
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.blobs import BlobFolder
 from triplane.proto.disk import AppendFile
-from triplane.proto.errors import Conflict, InvalidInput, NotFound
+from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 from triplane.proto.messages import value_from
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.files import (
@@ -35,9 +35,9 @@ from triplane.unified_ir.federated.core.files import (
 )
 from triplane.unified_ir.federated.core.files import KINDS as BAD_UPDATES
 from triplane.unified_ir.federated.core.learn import buffers
+from triplane.unified_ir.federated.core.lease_changes import open_lease
 from triplane.unified_ir.federated.core.limits import Norms, norms_of
 from triplane.unified_ir.federated.core.metric import Metric, metric_named
-from triplane.unified_ir.federated.core.rules import open_lease
 from triplane.unified_ir.federated.core.run import (
     Answered,
     Arrived,
@@ -72,6 +72,7 @@ KINDS: Final[Mapping[str, str]] = {
     "figures":  "examples, loss or score out of range",
     "clipping": "it changes more than the strategy's clipping norm",
     "kind":     "an update where a score was asked for, or the other way round",
+    "masking":  "an answer of a masked round that does not fit its terms or its step",
 }
 # fmt: on
 
@@ -159,7 +160,7 @@ class UpdateStore:
         # Checked without reading the file: a device could otherwise keep the cloud busy with old
         # leases.
         if not _is_open(run.projection.state, device, lease):
-            return _late_event(device, lease)
+            return late_event(device, lease)
         outcome = contribution.WhichOneof("outcome")
         if check is not None and outcome != "declined":
             return await self._answer_event(run, device, lease, contribution, check)
@@ -196,7 +197,7 @@ class UpdateStore:
             if contribution.WhichOneof("outcome") != "update":
                 raise Refusal("kind", "the strategy asked for a reply, not a score")
             blob = contribution.update.blob
-            path = self._announced_file(blob.sha256, blob.size)
+            path = self.announced_file(blob.sha256, blob.size)
             most = (await self.update_spec(run)).most_bytes
             if blob.size > most:
                 raise Refusal("oversized", f"a reply has at most {most} bytes, got {blob.size}")
@@ -252,7 +253,7 @@ class UpdateStore:
         sha256 = bytes.fromhex(update.blob)
         path = self.folder.path(sha256)
         if data is None:
-            path = self._announced_file(sha256, update.size)
+            path = self.announced_file(sha256, update.size)
         at_hand = run.projection.state.round
         assert at_hand is not None
         assert run.record.prepared is not None
@@ -276,7 +277,14 @@ class UpdateStore:
             raise BadUpdate("nonfinite", "the norm of the update is beyond float64")
         return change, norms
 
-    def _announced_file(self, sha256: bytes, size: int) -> Path:
+    def small(self, run: str, blob: str) -> bytes:
+        """Return bytes that came within a contribution; for a thread. Corrupt: they are gone."""
+        data = self._row(run, bytes.fromhex(blob))
+        if data is None:
+            raise Corrupt(f"the database lacks {blob}, which run {run} names; restore a backup")
+        return data
+
+    def announced_file(self, sha256: bytes, size: int) -> Path:
         """Return the file of a contribution that was just announced. Raises Refusal."""
         try:
             path = self.folder.find(sha256)
@@ -293,6 +301,7 @@ class UpdateStore:
         files: set[bytes] = set()
         for lease in leases:
             files |= self._begun.pop(lease.id, set())
+            files |= {bytes.fromhex(answer.file) for answer in lease.answers if answer.file}
             if lease.update is not None:
                 files.add(bytes.fromhex(lease.update.blob))
                 owned, _ = self._kept.pop(lease.update.blob, (0, {}))
@@ -342,7 +351,7 @@ class Refusal(InvalidInput):
 
 def refusal_event(device: str, lease: str, kind: str, reason: str) -> MakeEvent:
     """Return the event of a contribution that cannot count; at most one for each lease."""
-    text, belated = printable(reason), _late_event(device, lease)
+    text, belated = printable(reason), late_event(device, lease)
 
     def make(state: RunState, at_s: float) -> Event | None:
         if not _is_open(state, device, lease):
@@ -379,7 +388,7 @@ def _is_open(state: RunState, device: str, lease: str) -> bool:
     return open_one is not None and open_one.id == lease
 
 
-def _late_event(device: str, lease: str) -> MakeEvent:
+def late_event(device: str, lease: str) -> MakeEvent:
     """Return the event of a contribution to no open lease; its file is not read.
 
     If the lease was opened meanwhile, its id was guessed, and the contribution is refused. Nothing
@@ -442,6 +451,8 @@ def _check_inline(run: LiveRun, message: pb.Update) -> None:
 def _check_figures(state: RunState, device: str, message: pb.Update) -> None:
     if state.round is None or state.round.evaluates:
         raise Refusal("kind", "the round evaluates; it asked for a score, not an update")
+    if state.round.masked is not None:
+        raise Refusal("kind", "the round is masked, and this update is in the clear")
     most = state.members[device].examples
     if not 1 <= message.examples <= most:
         raise Refusal(

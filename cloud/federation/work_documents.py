@@ -12,15 +12,20 @@ from typing import Final
 from triplane.cloud.federation import messages
 from triplane.cloud.federation.flower.runs import FlowerRuns
 from triplane.cloud.federation.live import LiveRun
+from triplane.cloud.federation.masked_cohorts import MaskedCohorts
 from triplane.cloud.federation.run_projection import Turn, turn_of
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.blobs import BlobFolder
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.files import INLINE_BYTES
-from triplane.unified_ir.federated.core.rules import open_lease
+from triplane.unified_ir.federated.core.lease_changes import open_lease
+from triplane.unified_ir.federated.core.masked_round import is_in_step
 
 MAX_TOLD: Final = 32
 """Largest number of tasks in one document; a device refuses more than 64."""
+MASKING_BYTES: Final = 2 << 20
+"""Largest size of what masked rounds ask in one document; the list of a large cohort's keys has up
+to 0.3 MB. Tasks beyond it are sent once others are done."""
 MAX_SETTLED: Final = 64
 """Largest number of settlements in one document, two for each run; a device refuses more."""
 
@@ -35,10 +40,12 @@ class WorkDocuments:
         self,
         runs: Callable[[], Iterable[LiveRun]],
         flower: FlowerRuns,
+        masked: MaskedCohorts,
         blobs: BlobFolder,
         clock: Callable[[], float],
     ) -> None:
         self._runs, self._flower, self._blobs, self._clock = runs, flower, blobs, clock
+        self._masked = masked
         self._down: dict[str, tuple[Turn | None, dict[str, int]]] = {}
         self._sizes: dict[str, int] = {}
         self._states: dict[str, tuple[str, bytes]] = {}  # by run: its shared state, and its bytes
@@ -53,7 +60,7 @@ class WorkDocuments:
 
         more: answers to contributions that none of these runs settles.
         """
-        work, now_s = pb.Work(), self._clock()
+        work, now_s, room = pb.Work(), self._clock(), MASKING_BYTES
         answers: dict[tuple[str, bytes], pb.Settlement] = {}
         for run in self._runs():
             state = run.projection.state
@@ -64,7 +71,11 @@ class WorkDocuments:
             if self._is_told(run, name) and len(work.tasks) < MAX_TOLD:
                 # One inline state at most: with more, the document could exceed the message limit.
                 files = self._files(run, name, inline=not work.tasks)
-                work.tasks.append(messages.task_message(run.record, state, name, files, now_s))
+                room -= files.masking.ByteSize() if files.masking is not None else 0
+                # Without its step, a device would take a masked round for one in the clear.
+                lacks_step = files.masking is None and state.round and state.round.masked
+                if room >= 0 and not lacks_step:
+                    work.tasks.append(messages.task_message(run.record, state, name, files, now_s))
         answers |= {key: answer for key, answer in more.items() if key not in answers}
         # The newest ones, as runs are in order of age.
         work.settled.extend(list(answers.values())[-MAX_SETTLED:])
@@ -76,8 +87,11 @@ class WorkDocuments:
         In a run with a Flower strategy it has, once the strategy has asked the device.
         """
         state = run.projection.state
-        if open_lease(state, name) is None:
+        lease, round_ = open_lease(state, name), state.round
+        if lease is None or round_ is None:
             return False
+        if round_.masked is not None:
+            return is_in_step(lease, round_.masked)
         spec = run.record.spec
         return not spec.HasField("flower") or (
             self._flower.message(run.record.id, state, name) is not None
@@ -95,6 +109,7 @@ class WorkDocuments:
             self._blob(prepared.plan),
             self._blob(state.shared),
             self._blob(asked) if asked else None,
+            masking=self._masked.asks(run.record, state, name),
             inline=data,
             inline_bytes=0 if spec.HasField("flower") else INLINE_BYTES,
         )

@@ -19,10 +19,10 @@ import grpc
 import grpc.aio
 from cryptography import x509
 
-from triplane.cloud.identity.principals import Principal, Principals, key_digest, serial_of
+from triplane.cloud.identity.principals import Principal, Principals, serial_of
 from triplane.cloud.identity.rights import RIGHTS
 from triplane.proto.errors import Corrupt, Unavailable
-from triplane.proto.identity import common_name
+from triplane.proto.identity import common_name, key_digest
 from triplane.proto.status import Answer, family_of
 
 logger = logging.getLogger(__name__)

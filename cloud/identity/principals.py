@@ -4,7 +4,6 @@ Every change is a transaction together with its audit entry. Times are seconds s
 """
 
 import asyncio
-import hashlib
 import hmac
 import json
 import secrets
@@ -24,7 +23,7 @@ from triplane.cloud.identity.tables import CERTIFICATES, KEYS, PRINCIPALS, TOKEN
 from triplane.cloud.store import Database
 from triplane.proto.documents import check_labels
 from triplane.proto.errors import Conflict, InvalidInput, NotFound, Unavailable
-from triplane.proto.identity import Token, check_name, mac
+from triplane.proto.identity import Token, check_name, key_digest, mac
 from triplane.proto.messages import value_from
 
 TOKEN_S: Final = 3600.0
@@ -43,7 +42,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """A name with its role; times of its newest certificate, 0 before enrolment."""
+    """A name with its role; times of its newest certificate, 0 before enrolment.
+
+    key_sha256: of its public key; empty for certificates of early releases.
+    """
 
     name: str
     role: PrincipalRole
@@ -51,6 +53,7 @@ class Principal:
     enrolled_s: float
     expires_s: float
     revoked: bool
+    key_sha256: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,14 +292,6 @@ def serial_of(certificate: x509.Certificate) -> str:
     return f"{certificate.serial_number:x}"
 
 
-def key_digest(certificate: x509.Certificate) -> bytes:
-    """Return the SHA-256 of the certificate's public key."""
-    der = certificate.public_key().public_bytes(
-        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
-    return hashlib.sha256(der).digest()
-
-
 KINDS: Final = {
     "node": ((PrincipalRole.NODE,), "triplane edge enrol"),
     "device": ((PrincipalRole.DEVICE,), "triplane device enrol"),
@@ -368,16 +363,17 @@ _NEWEST: Final = (
 )
 
 
-def _query() -> sa.Select[tuple[str, str, float, bool, str, float]]:
+def _query() -> sa.Select[tuple[str, str, float, bool, str, float, bytes | None]]:
     """Select principals with their newest certificate."""
     return (
-        sa.select(PRINCIPALS, CERTIFICATES.c.serial, CERTIFICATES.c.expires_s)
+        sa.select(PRINCIPALS, CERTIFICATES.c.serial, CERTIFICATES.c.expires_s, KEYS.c.sha256)
         .join(_NEWEST, _NEWEST.c.name == PRINCIPALS.c.name)
         .join(
             CERTIFICATES,
             (CERTIFICATES.c.name == PRINCIPALS.c.name)
             & (CERTIFICATES.c.issued_s == _NEWEST.c.issued_s),
         )
+        .outerjoin(KEYS, KEYS.c.serial == CERTIFICATES.c.serial)
         .order_by(PRINCIPALS.c.name, CERTIFICATES.c.serial)
     )
 
@@ -387,5 +383,6 @@ def _principal(connection: sa.Connection, name: str) -> Principal | None:
     return None if row is None else _read(row)
 
 
-def _read(row: sa.Row[tuple[str, str, float, bool, str, float]]) -> Principal:
-    return value_from(Principal, row, role=PrincipalRole(row.role))
+def _read(row: sa.Row[tuple[str, str, float, bool, str, float, bytes | None]]) -> Principal:
+    key = bytes(row.sha256 or b"")
+    return value_from(Principal, row, role=PrincipalRole(row.role), key_sha256=key)

@@ -15,6 +15,7 @@ from tuf.api._payload import (
     MetaFile,
     Root,
     Snapshot,
+    TargetFile,
     Targets,
     Timestamp,
     VerificationResult,
@@ -25,9 +26,13 @@ from tuf.api.metadata import Metadata
 from triplane.cloud.trust.roles import LATER, MAX_VERSION, PINNED, T, parse
 from triplane.proto.errors import Corrupt, NotFound
 from triplane.proto.plan_statement import PLAN_ROLES, is_plan
+from triplane.proto.roster import ROSTER_PATH, Roster
+from triplane.proto.signed_fields import PLANS
 from triplane.proto.targets import ROLES, SignedTarget, read_target
 
 MAX_ROTATIONS: Final = 256
+ROSTER: Final = "roster"
+"""What expires beside the roles."""
 
 Get = Callable[[str], bytes]
 """Returns a metadata file by name; raises NotFound if there is none."""
@@ -60,6 +65,12 @@ class Chain:
             "snapshot": self.snapshot,
             **self.targets,
         }
+
+    @property
+    def expiries(self) -> dict[str, float]:
+        """When the metadata of each role, and the roster, expire, in seconds since 1970."""
+        ends = {role: m.signed.expires.timestamp() for role, m in self.roles.items()}
+        return ends | ({ROSTER: float(self.roster.expires_s)} if self.roster else {})
 
     def is_named(self, role: str) -> bool:
         """Return whether the metadata names the keys of a role."""
@@ -103,6 +114,11 @@ class Chain:
                     plans[signed.statement.digest] = signed
         return plans
 
+    @cached_property
+    def roster(self) -> Roster | None:
+        """The roster of devices that the role `plans` signed, if there is one."""
+        return roster_in(self.targets[PLANS].signed.targets) if self.is_signed(PLANS) else None
+
     def _signed_targets(self, role: str) -> list[SignedTarget]:
         if not self.is_signed(role):
             return []
@@ -112,6 +128,14 @@ class Chain:
     @cached_property
     def _signed_roles(self) -> frozenset[str]:
         return frozenset(role for role, m in self.targets.items() if self.verification(role, m))
+
+
+def roster_in(plans: Mapping[str, TargetFile]) -> Roster | None:
+    """Return the roster among the entries of the role `plans`, if there is one. Corrupt."""
+    entry = plans.get(ROSTER_PATH)
+    if entry is None:
+        return None
+    return read_target(ROSTER_PATH, entry.length, entry.hashes, entry.custom).roster
 
 
 def newest_root(get: Get, trusted: bytes) -> Metadata[Root]:

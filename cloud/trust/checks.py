@@ -13,7 +13,7 @@ from tuf.api._payload import Root, TargetFile, Targets
 from tuf.api.exceptions import LengthOrHashMismatchError
 from tuf.api.metadata import Metadata
 
-from triplane.cloud.trust.chain import Chain
+from triplane.cloud.trust.chain import Chain, roster_in
 from triplane.cloud.trust.roles import (
     CLOCK_SLACK_S,
     DELEGATED,
@@ -25,6 +25,7 @@ from triplane.cloud.trust.roles import (
 )
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput
 from triplane.proto.plan_statement import NO_PLANS, PLAN_POLICY_PATH, PlanPolicy
+from triplane.proto.signed_fields import PLANS
 from triplane.proto.targets import POLICY_PATH, Policy, SignedTarget, read_target
 
 MAX_TARGETS: Final = 20_000
@@ -43,6 +44,8 @@ def check(row: MetadataRole, metadata: Metadata[Any], chain: Chain, now_s: float
     CONTENT[row.name](row, signed)
     if row.name == "targets":
         _check_kept(signed, chain)
+    if row.name == PLANS:
+        _check_roster(signed, chain)
 
 
 def unnamed(role: str) -> str:
@@ -171,6 +174,21 @@ def _check_kept(targets: Targets, chain: Chain) -> None:
     gone = [name for name in LATER if chain.is_named(name) and name not in names]
     if gone:
         raise InvalidInput(f"targets must keep its delegation to {', '.join(gone)}")
+
+
+def _check_roster(plans: Targets, chain: Chain) -> None:
+    """Refuse a roster that devices would refuse, because it is older than the published one."""
+    new, old = roster_in(plans.targets), chain.roster
+    if new is None:
+        return
+    # A roster is named after the list that it was first signed in, so that its numbers rise even
+    # if the list was dropped in between.
+    if new.version > plans.version or (old and new != old and new.version <= old.version):
+        least = old.version + 1 if old else 1
+        raise InvalidInput(
+            f"the roster in {PLANS} {plans.version} has a version of {least} to {plans.version}, "
+            f"got {new.version}"
+        )
 
 
 def _check_delegated(row: MetadataRole, targets: Targets) -> None:

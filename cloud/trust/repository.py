@@ -24,6 +24,7 @@ from tuf.api._payload import Root, Snapshot, TargetFile, Targets, Timestamp
 from tuf.api.metadata import Metadata
 
 from triplane.cloud.trust import chain as chains
+from triplane.cloud.trust.auto_plans import without_old_plans
 from triplane.cloud.trust.chain import Chain
 from triplane.cloud.trust.checks import (
     check,
@@ -37,6 +38,7 @@ from triplane.cloud.trust.roles import (
     MAX_VERSION,
     PINNED,
     ROLES,
+    Lists,
     MetadataRole,
     expiry,
     parse,
@@ -46,11 +48,10 @@ from triplane.proto.disk import OS_DISK, Disk, write_atomic
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 from triplane.proto.plan_statement import (
     PLAN_POLICY_PATH,
-    PlanName,
     PlanPolicy,
     PlanStatement,
-    is_plan,
 )
+from triplane.proto.roster import Roster
 from triplane.proto.signed_fields import AUTO
 from triplane.proto.targets import (
     POLICY_PATH,
@@ -70,9 +71,6 @@ MAX_OVERTAKEN: Final = 10_000
 """Largest lead of a node's version that is trusted: more could exhaust the numbers."""
 REMEMBERED: Final = {"timestamp": ("timestamp",), "snapshot": ("snapshot", "timestamp")}
 """The roles from whose signatures a node learns the newest version of an online role."""
-
-MAX_PLAN_BYTES: Final = 1 << 20
-"""Size of the entries of automatically signed plans above which those not in use are dropped."""
 
 _NONE: Final[Mapping[str, int]] = MappingProxyType({})
 _NAME: Final = re.compile(
@@ -168,8 +166,8 @@ class MetadataRepository:
             return {name for file in files for name in golden_sets(file.read_bytes())}
 
     def expiries(self) -> dict[str, float]:
-        """Return when each role's published metadata expires, in seconds since 1970."""
-        return {role: m.signed.expires.timestamp() for role, m in self._chain.roles.items()}
+        """Return when what is published expires; see `Chain.expiries`."""
+        return self._chain.expiries
 
     def versions(self) -> dict[str, int]:
         """Return the published version of each role except the root."""
@@ -195,10 +193,12 @@ class MetadataRepository:
         """Call `callback` with the role after a submitted or automatic version was published."""
         self._on_published.append(callback)
 
-    def submit(self, role: str, data: bytes) -> Submitted:
+    def submit(self, role: str, data: bytes, auto: Lists = Lists.CARRIED) -> Submitted:
         """Accept a new version of a role with at least one valid signature.
 
         It is published at the threshold; below it, it is stored until further signatures arrive.
+        auto: what becomes of the list of `auto` when new targets replace its keys. Dropped is what
+        somebody else may have signed; the cloud must have the new key (NotFound).
         Submitting the published version again is no error. InvalidInput: it breaks a rule, and
         nothing changed. Conflict: another version with more signatures waits.
         """
@@ -213,7 +213,7 @@ class MetadataRepository:
             if published is not None and metadata.signed_bytes == published.signed_bytes:
                 submitted = self._published(row)
             else:
-                submitted = self._submit(row, metadata)
+                submitted = self._submit(row, metadata, auto)
         # Outside the lock: callbacks may call this repository.
         if submitted.published:
             self._tell(role)
@@ -256,6 +256,11 @@ class MetadataRepository:
         """Return the plan of this root digest that people signed, or else the auto key, or None."""
         return self._chain.plans.get(digest)
 
+    def roster(self) -> Roster | None:
+        """Return the roster of devices, if people have signed one that is valid now."""
+        roster = self._chain.roster
+        return None if roster is None or roster.is_expired(self._clock()) else roster
+
     def sign_auto_plan(
         self,
         statement: PlanStatement,
@@ -279,7 +284,7 @@ class MetadataRepository:
             is_new = not self._chain.is_signed(AUTO) or entry != target_file(target)
             if is_new:
                 listed[target.path] = target_file(target)
-                self._publish_auto(_without_old_plans(listed, {target.path}, keep))
+                self._publish_auto(without_old_plans(listed, {target.path}, keep))
         if is_new:
             self._tell(AUTO)
         return target
@@ -360,7 +365,7 @@ class MetadataRepository:
         result = self._chain.verification(row.name, metadata)
         return Submitted(True, len(result.signed), result.threshold, metadata.signed.version)
 
-    def _submit(self, row: MetadataRole, metadata: Metadata[Any]) -> Submitted:
+    def _submit(self, row: MetadataRole, metadata: Metadata[Any], auto: Lists) -> Submitted:
         now_s = self._clock()
         check(row, metadata, self._chain, now_s)
         keyids, have, _ = valid_signatures(row, metadata, self._chain)
@@ -379,7 +384,11 @@ class MetadataRepository:
             write_atomic(self._pending_file(row), kept.to_bytes(), self._disk)
             return Submitted(False, have, need, version)
         # Publish, then remove: after a crash in between, `_waiting` ignores what was overtaken.
-        self._publish({row.name: kept}, now_s)
+        changed = {row.name: kept}
+        if row.name == "targets" and auto is Lists.DROPPED:
+            # In one publication, so that no crash leaves the old list to `keep_fresh`.
+            changed[AUTO] = self._emptied_auto(kept.signed, now_s)
+        self._publish(changed, now_s)
         with contextlib.suppress(FileNotFoundError):
             self._disk.remove(self._pending_file(row))
         return Submitted(True, have, need, version)
@@ -443,6 +452,11 @@ class MetadataRepository:
             targets=dict(before.targets),
         )
         return self._signed(AUTO, signed, self._chain.top)
+
+    def _emptied_auto(self, top: Targets, now_s: float) -> Metadata[Targets]:
+        """Return the next version of the auto role with an empty list, by the keys of `top`."""
+        version = _next(AUTO, self._chain.version(AUTO))
+        return self._signed(AUTO, Targets(version=version, expires=expiry(AUTO, now_s)), top)
 
     def _due(self) -> dict[str, float]:
         """Return when each online role must be signed again: at once if its keys were replaced."""
@@ -566,20 +580,6 @@ def target_file(target: SignedTarget) -> TargetFile:
     """Return the entry of targets metadata for a target."""
     hashes = {"sha256": target.sha256.hex()}
     return TargetFile(target.length, hashes, target.path, {"custom": dict(target.custom)})
-
-
-def _without_old_plans(
-    listed: Mapping[str, TargetFile], new: Container[str], keep: Container[str]
-) -> dict[str, TargetFile]:
-    """Return the list without plans that are not in use, if plans take more than their share."""
-    plans = {path: len(str(entry.to_dict())) for path, entry in listed.items() if is_plan(path)}
-    if sum(plans.values()) <= MAX_PLAN_BYTES:
-        return dict(listed)
-    return {
-        path: entry
-        for path, entry in listed.items()
-        if path not in plans or path in new or PlanName.parse(path).digest in keep
-    }
 
 
 def _next(role: str, version: int) -> int:

@@ -6,6 +6,7 @@ from `tuf.api._payload` because `tuf.api.metadata` does not export them, as stri
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from enum import Enum
 from typing import Any, Final, Literal, TypeVar
 
 from tuf.api._payload import Root, Snapshot, Targets, Timestamp
@@ -20,6 +21,13 @@ MAX_VERSION: Final = (1 << 31) - 1
 CLOCK_SLACK_S: Final = DAY_S  # of a signer's clock against the cloud's
 
 T = TypeVar("T", Root, Timestamp, Snapshot, Targets)
+
+
+class Lists(Enum):
+    """What to do with the targets that the old keys had signed."""
+
+    CARRIED = "carried on"
+    DROPPED = "dropped"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ may be carried over, because the thief may have signed it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Final
 
@@ -18,29 +17,22 @@ from securesystemslib.signer._key import Key
 from tuf.api._payload import DelegatedRole, Delegations, Root, TargetFile, Targets
 from tuf.api.metadata import Metadata
 
-from triplane.cloud.trust.chain import Chain, newest_root, read, verify
+from triplane.cloud.trust.chain import Chain, verify
 from triplane.cloud.trust.repository import Submitted
-from triplane.cloud.trust.roles import ROLES, TOP, parse
+from triplane.cloud.trust.roles import ROLES, TOP, Lists, parse
 from triplane.cloud.trust.signing import (
     Metadatas,
     Signer,
     SigningResult,
     replace_keys,
-    trusted_root,
+    verified_chain,
 )
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
-from triplane.proto.signed_fields import PLANS, RELEASE
+from triplane.proto.signed_fields import AUTO, PLANS, RELEASE
 
 TARGETS: Final = "targets"
 LISTING: Final = (TARGETS, RELEASE, PLANS)
 """Roles of people that list targets."""
-
-
-class Lists(Enum):
-    """What to do with the targets that the old keys had signed."""
-
-    CARRIED = "carried on"
-    DROPPED = "dropped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +57,9 @@ def rotate(
     """Give a role exactly these keys; `keys_folder` has the keys that decide about the role.
 
     threshold: by default unchanged, or the number of keys if that is less. InvalidInput: no such
-    role, or the list of targets would be dropped. NotFound: a deciding key is missing. After an
-    interruption, run it again with the same keys to complete it.
+    role, or the list of targets would be dropped. NotFound: a deciding key is missing, or the cloud
+    has not the new key of auto, whose list it would have to drop. After an interruption, run it
+    again with the same keys to complete it.
     """
     if role not in ROLES:
         raise InvalidInput(f"roles are {', '.join(ROLES)}, got {role[:100]!r}")
@@ -76,7 +69,7 @@ def rotate(
             "be dropped: rotate targets without --stolen, check what was carried over, then rotate "
             "the others too if the thief may have named keys for them"
         )
-    chain = read(cloud.get, newest_root(cloud.get, trusted_root(keys_folder)))
+    chain = verified_chain(cloud, role, keys_folder)
     before = chain.delegator(role).get_delegated_role(role) if chain.is_named(role) else None
     usual = 1 if before is None else min(before.threshold, len(keys))
     need = usual if threshold is None else threshold
@@ -94,7 +87,9 @@ def rotate(
         signer = Signer(cloud, keys_folder, TARGETS)
         delegations, base = _with_keys(signer.chain.top, role, keys, need), signer.published()
         waiting = signer.waiting(base)
-        named = SigningResult(signer.sign(waiting, base, now_s, delegations=delegations))
+        auto = lists if role == AUTO else Lists.CARRIED
+        done = signer.sign(waiting, base, now_s, delegations=delegations, auto=auto)
+        named = SigningResult(done)
     if not named.submitted.published or role not in LISTING:
         return Rotated(named)
     try:

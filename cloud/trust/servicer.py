@@ -7,6 +7,7 @@ from typing import Any, Final
 import grpc
 
 from triplane.cloud.trust.repository import MetadataRepository, Submitted, golden_sets
+from triplane.cloud.trust.roles import Lists
 from triplane.proto import metadata_pb2 as pb
 from triplane.proto.errors import Corrupt, InvalidInput
 from triplane.proto.messages import message_from
@@ -47,8 +48,9 @@ class MetadataServicer(Servicer):
                 # Claim first: garbage collection must not remove samples between the check and the
                 # publication.
                 await self._claimed(await asyncio.to_thread(self._new_samples, request.metadata))
+            auto = Lists.DROPPED if request.drop_auto else Lists.CARRIED
             submitted = await asyncio.to_thread(
-                self._repository.submit, request.role, request.metadata
+                self._repository.submit, request.role, request.metadata, auto
             )
             await self._recorded(request.role, submitted)
             return message_from(pb.SubmitResponse, submitted)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from securesystemslib.signer._crypto_signer import CryptoSigner
 from securesystemslib.signer._key import Key
@@ -28,11 +28,12 @@ from triplane.cloud.trust.initial import TRUSTED_ROOT, plan_policy_file, policy_
 from triplane.cloud.trust.keys import KeyFolder, add_signatures
 from triplane.cloud.trust.repeating import checked_target
 from triplane.cloud.trust.repository import Pending, Submitted, target_file
-from triplane.cloud.trust.roles import ROLES, expiry, parse
+from triplane.cloud.trust.roles import MAX_METADATA_BYTES, ROLES, Lists, expiry, parse
+from triplane.cloud.trust.seen_versions import SeenVersions
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 from triplane.proto.plan_statement import PLAN_POLICY_PATH, PlanPolicy
 from triplane.proto.registry_pb2 import Bundle, Version
-from triplane.proto.signed_fields import RELEASE
+from triplane.proto.signed_fields import PLANS, RELEASE
 from triplane.proto.targets import POLICY_PATH, Policy, SignedTarget, TargetName, read_target
 
 MAX_TRIES: Final = 20
@@ -42,6 +43,12 @@ TARGETS: Final = "targets"
 MAX_REPEATED: Final = 32
 """Largest number of conversions repeated for one signature, when other bundles wait too."""
 
+FULL: Final = {
+    PLANS: "; withdraw plans that no run needs: triplane federate unsign RUN|DIGEST --keys DIR"
+}
+"""What to do if the list of a role is full."""
+
+T = TypeVar("T")
 Progress = Callable[[str], None]
 
 
@@ -54,8 +61,8 @@ class Metadatas(Protocol):
     def pending(self, role: str, /) -> Pending:
         """Return the version that the next signer adds a signature to."""
 
-    def submit(self, role: str, data: bytes, /) -> Submitted:
-        """Submit a version with this signer's signatures."""
+    def submit(self, role: str, data: bytes, auto: Lists = Lists.CARRIED, /) -> Submitted:
+        """Submit a version with this signer's signatures. auto: see `MetadataRepository`."""
 
 
 class ReleaseSource(Metadatas, Protocol):
@@ -69,6 +76,10 @@ class ReleaseSource(Metadatas, Protocol):
 
     def blob(self, sha256: bytes, size: int | None, /) -> Path:
         """Return a local, verified file of that digest."""
+
+
+class Overtaken(Conflict):
+    """Somebody else signed the same role meanwhile; sign on top of that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +111,8 @@ def sign_release(
     wanted = TargetName(RELEASE, version.model, version.version, target)
     check_model(version, model_digest)
     checked: dict[str, SignedTarget] = {}
-    for tries_left in reversed(range(MAX_TRIES)):
+
+    def attempt() -> SigningResult:
         signer = Signer(cloud, keys_folder, RELEASE)
         base, repeat = signer.published(), {str(wanted): wanted}
         blob = cloud.bundle(f"{version.model}@{version.version}", target).blob
@@ -116,24 +128,28 @@ def sign_release(
         _check_count(repeat)
         missing = [name for path, name in repeat.items() if path not in checked]
         if missing:  # repeating takes minutes: look again at what others signed meanwhile
-            checked |= {str(name): repeat_one(cloud, name, progress) for name in missing}
+            checked.update({str(name): repeat_one(cloud, name, progress) for name in missing})
             signer = Signer(cloud, keys_folder, RELEASE)
             base, waiting = signer.published(), signer.waiting(signer.published())
         targets = [checked[path] for path in repeat]
+        submitted = _sign_with(signer, base, waiting, targets, progress, now_s)
+        return SigningResult(submitted, tuple(targets))
+
+    return until_signed(attempt, progress)
+
+
+def until_signed(attempt: Callable[[], T], progress: Progress) -> T:
+    """Return what `attempt` returns, which is repeated while it raises `Overtaken`."""
+    for tries_left in reversed(range(MAX_TRIES)):
         try:
-            metadata = _sign_with(signer, base, waiting, targets, progress, now_s)
-        except Conflict:
+            return attempt()
+        except Overtaken:
             if not tries_left:
                 raise
             progress("somebody else signed at the same time; signing on top of that")
             # Random, so that two signers who collided do not collide again.
             time.sleep(random.uniform(0, RETRY_S))
-            continue
-        if metadata is not None:
-            return SigningResult(metadata, tuple(targets))
-    raise Conflict(
-        f"{wanted} is not signed: others signed {MAX_TRIES} times meanwhile; run the command again"
-    )
+    raise AssertionError("the last try returns or raises")
 
 
 def check_model(version: Version, expected_digest: bytes) -> None:
@@ -158,13 +174,13 @@ def _sign_with(
     checked: Sequence[SignedTarget],
     progress: Progress,
     now_s: float | None,
-) -> Submitted | None:
-    """Sign what was checked; None if more waits by now and must be repeated first."""
+) -> Submitted:
+    """Sign what was checked. Overtaken: more waits by now and must be repeated first."""
     entries = {target.path: target_file(target) for target in checked}
     others = dict(waiting.signed.targets) if waiting is not None else {}
     known = base.keys() | entries.keys()
     if waiting is not None and not others.keys() <= known and not signer.has_signed(waiting):
-        return None
+        raise Overtaken("others signed more meanwhile; run the command again")
     for path, entry in entries.items():
         # The bundle was replaced after others had signed: one of the two is wrong, so sign neither.
         if path in others and others[path] != entry:
@@ -247,14 +263,15 @@ def _sign_plan_policy(signer: "Signer", policy: PlanPolicy, now_s: float | None)
 
 
 def renew(
-    cloud: Metadatas, role: str, keys_folder: Path, *, now_s: float | None = None
+    cloud: Metadatas, role: str, keys_folder: Path, *, past: int = 0, now_s: float | None = None
 ) -> SigningResult:
     """Sign the list of `targets` or `release` again: it expires a year after its last signature.
 
-    Signing something new has the same effect. Conflict: the role's keys were replaced, and the
-    present ones did not sign what it lists.
+    Signing something new has the same effect. past: sign also if the list is older than what the
+    folder has seen, up to this version. Conflict: the role's keys were replaced, and the present
+    ones did not sign what it lists.
     """
-    signer = Signer(cloud, keys_folder, role)
+    signer = Signer(cloud, keys_folder, role, past=past)
     base = signer.published()
     if not base and signer.version > 1:
         raise Conflict(f"nothing that {role} lists is signed by its present keys; sign it again")
@@ -267,16 +284,20 @@ def replace_keys(
     keys_folder: Path,
     *,
     thresholds: Mapping[str, int] | None = None,
+    past: int = 0,
     now_s: float | None = None,
 ) -> SigningResult:
     """Sign a root with other keys for some roles; what the old keys signed is no longer valid.
 
     replaced: public keys by top-level role; if empty, the root is only renewed. thresholds: those
-    that change. New snapshot and timestamp keys must already be in the cloud's key folder. A new
-    root key must be in `keys_folder` beside the old one: both sign. If the same root waits for
-    signatures, it gets this one.
+    that change. past: see `renew`. New snapshot and timestamp keys must already be in the cloud's
+    key folder. A new root key must be in `keys_folder` beside the old one: both sign. If the same
+    root waits for signatures, it gets this one.
     """
-    root = newest_root(cloud.get, trusted_root(keys_folder)).signed
+    trusted = trusted_root(keys_folder)
+    seen = SeenVersions(keys_folder, trusted)
+    root = newest_root(cloud.get, trusted).signed
+    seen.require({"root": root.version}, {"root": past})
     again = Metadata[Root].from_bytes(Metadata(root).to_bytes()).signed
     for role, keys in replaced.items():
         if role not in again.roles:
@@ -291,7 +312,10 @@ def replace_keys(
     keyids = dict.fromkeys([*root.roles["root"].keyids, *again.roles["root"].keyids])
     metadata = _waiting_root(cloud, again) or Metadata(again)
     add_signatures(metadata, KeyFolder(keys_folder).of(list(keyids), "root"))
-    return SigningResult(cloud.submit("root", metadata.to_bytes()))
+    submitted = cloud.submit("root", metadata.to_bytes())
+    if submitted.published:
+        seen.note({"root": again.version})
+    return SigningResult(submitted)
 
 
 def _waiting_root(cloud: Metadatas, wanted: Root) -> Metadata[Root] | None:
@@ -317,16 +341,24 @@ def trusted_root(keys_folder: Path) -> bytes:
         ) from error
 
 
-def _chain(cloud: Metadatas, keys_folder: Path) -> Chain:
-    """Return the cloud's metadata, verified from the root beside the keys."""
+def verified_chain(cloud: Metadatas, role: str, keys_folder: Path, *, past: int = 0) -> Chain:
+    """Return the cloud's metadata, verified from the root beside the keys.
+
+    Corrupt: it does not follow from that root; or the role, or one that decides about its keys, is
+    older than the folder has seen. past: see `renew`.
+    """
     trusted = trusted_root(keys_folder)
+    seen = SeenVersions(keys_folder, trusted)
     try:
-        return read(cloud.get, newest_root(cloud.get, trusted))
+        chain = read(cloud.get, newest_root(cloud.get, trusted))
     except Corrupt as error:
         raise Corrupt(
             f"the cloud's metadata does not follow from {keys_folder / TRUSTED_ROOT}: these are "
             f"the keys of another cloud, or somebody else controls this one ({error})"
         ) from error
+    # In this order, so that after a backup each role can be renewed once those above it are.
+    seen.require({name: chain.version(name) for name in ("root", TARGETS, role)}, {role: past})
+    return chain
 
 
 def repeat_one(cloud: ReleaseSource, name: TargetName, progress: Progress) -> SignedTarget:
@@ -357,11 +389,14 @@ def _files(cloud: ReleaseSource, version: Version) -> Files:
 
 
 class Signer:
-    """The keys of one role. chain: the published metadata, verified from their owner's root."""
+    """The keys of one role. chain: the published metadata, verified from their owner's root.
 
-    def __init__(self, cloud: Metadatas, keys_folder: Path, role: str) -> None:
-        self._cloud, self._role = cloud, role
-        self.chain = _chain(cloud, keys_folder)
+    past: see `renew`.
+    """
+
+    def __init__(self, cloud: Metadatas, keys_folder: Path, role: str, *, past: int = 0) -> None:
+        self._cloud, self._role, self._folder = cloud, role, keys_folder
+        self.chain = verified_chain(cloud, role, keys_folder, past=past)
         # Without this, an intruder could present a targets role that names keys of his own.
         if role != "targets" and not self.chain.is_signed("targets"):
             raise Corrupt("the published targets are not signed by keys of the newest root")
@@ -423,10 +458,13 @@ class Signer:
         now_s: float | None = None,
         *,
         delegations: Delegations | None = None,
+        auto: Lists = Lists.CARRIED,
     ) -> Submitted:
         """Sign what waits, if it lists exactly these targets, or else a new version.
 
-        delegations: new ones of the role targets; the published ones by default.
+        Overtaken: somebody else signed the role meanwhile.
+        delegations: new ones of the role targets; the published ones by default. auto: see
+        `MetadataRepository.submit`.
         """
         now_s = _or_now(now_s)
         if self._role == "targets" and delegations is None:
@@ -441,7 +479,20 @@ class Signer:
         )
         if waiting is not None and self._is_just(waiting, metadata.signed, now_s):
             metadata = waiting
-        return self._cloud.submit(self._role, add_signatures(metadata, self._keys).to_bytes())
+        data = add_signatures(metadata, self._keys).to_bytes()
+        if len(data) > MAX_METADATA_BYTES:
+            raise InvalidInput(
+                f"the list of {self._role} would have {len(data)} bytes with this, and has at most "
+                f"{MAX_METADATA_BYTES}{FULL.get(self._role, '')}"
+            )
+        try:
+            submitted = self._cloud.submit(self._role, data, auto)
+        except Conflict as error:
+            raise Overtaken(str(error)) from error
+        if submitted.published:
+            seen = SeenVersions(self._folder, trusted_root(self._folder))
+            seen.note({self._role: metadata.signed.version})
+        return submitted
 
     def _is_just(self, waiting: Metadata[Targets], wanted: Targets, now_s: float) -> bool:
         signed = waiting.signed

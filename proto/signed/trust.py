@@ -26,6 +26,7 @@ from tuf.api import exceptions as errors
 from triplane.proto.disk import OS_DISK, Disk, write_atomic
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, Unavailable
 from triplane.proto.plan_statement import NO_PLANS, PLAN_POLICY_PATH, PlanName, PlanPolicy
+from triplane.proto.roster import ROSTER_PATH, Roster
 from triplane.proto.signed.explain import explain
 from triplane.proto.signed.metadata import Client, Fetcher, parsed, versions_in
 from triplane.proto.signed.policy import Admission, judge
@@ -242,6 +243,25 @@ class Trust:
         if reason:
             raise AttemptRefused("policy", f"the policy for plans forbids {target.path}: {reason}")
         return target
+
+    def roster(self) -> Roster | None:
+        """Return the roster of devices, as people signed it; None if they signed none.
+
+        AttemptRefused: it has expired, or the list that would have it cannot be verified.
+        """
+        try:
+            roster = self.target(ROSTER_PATH).roster
+        except AttemptRefused as refusal:
+            if refusal.kind == "unknown-target":
+                return None
+            raise
+        if roster.is_expired(self.now_s):
+            raise AttemptRefused(
+                "freeze",
+                f"roster {roster.version} expired {_ago(self.now_s - roster.expires_s)} ago; its "
+                "signers renew it: triplane cloud roster renew --keys DIR",
+            )
+        return roster
 
     def admit(self, path: str, *, node: str, committed_version: int) -> Admission:
         """Return the signed target, if it may be tried on this node; see `policy.judge`.

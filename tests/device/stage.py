@@ -124,7 +124,7 @@ def lease(number):
 
 
 @asynccontextmanager
-async def staged(folder, port=0):
+async def staged(folder, port=0, *, kind=Stage):
     """A running stage; the same folder has the same authority and blobs."""
     folder.mkdir(exist_ok=True)
     if (folder / "ca.key").exists():
@@ -133,7 +133,7 @@ async def staged(folder, port=0):
         authority = Authority.make(folder, "stage", time.time())
     key = new_key()
     certificate = authority.issue_server(key.public_key(), ["127.0.0.1"], time.time())
-    stage = Stage(folder, authority)
+    stage = kind(folder, authority)
     server = grpc.aio.server(options=server_options())
     add_SessionServicer_to_server(stage, server)
     add_TransferServicer_to_server(TransferServicer(stage.blobs), server)
@@ -152,13 +152,13 @@ async def _unused(*_):
     raise AssertionError("nobody submits metadata here")
 
 
-def client_at(stage, home, shard, **options):
-    """A client that is enrolled at the stage."""
+def client_at(stage, home, shard, *, name="ann", **options):
+    """A client that is enrolled at the stage by this name."""
     client = FederatedClient(home, shard, population=POPULATION, **options)
     home.mkdir(exist_ok=True)
     stage.signer.trusted_by(home)
     key = new_key()
-    made = stage.authority.issue(certificate_request(key), "ann", time.time())
+    made = stage.authority.issue(certificate_request(key), name, time.time())
     IdentityFolder(home / "identity").save(
         authority=stage.authority.pem,
         certificate=certificate_pem(made),

@@ -10,6 +10,7 @@ from tests.support.deadlines import within
 from triplane.device import FederatedClient
 from triplane.device.home import BOOTSTRAP, DeviceHome
 from triplane.proto.errors import Conflict, Corrupt
+from triplane.proto.identity import key_digest
 from triplane.proto.signed import enrolling, trust
 
 pytestmark = pytest.mark.slow
@@ -39,6 +40,25 @@ def test_a_device_keeps_the_clouds_root_from_its_enrolment(tmp_path):
 
     enrolled(tmp_path, story)
     assert trust.BOOTSTRAP == BOOTSTRAP
+
+
+@pytest.mark.long
+def test_a_device_keeps_its_key_when_its_certificate_is_renewed(tmp_path):
+    """A roster that people signed lists the key."""
+
+    async def story(cloud):
+        client, home = client_in(tmp_path), DeviceHome(tmp_path / "ann")
+        token = await token_for(cloud, "ann")
+        await asyncio.to_thread(client.enrol, token, cloud.enrol_address)
+        before, key = home.identity.certificate, home.enrolled.key
+        await asyncio.to_thread(home.renew)
+        after = home.identity.certificate
+        assert after.serial_number != before.serial_number
+        assert home.enrolled.key == key == key_digest(after).hex()
+        (known,) = [p for p in await cloud.principals.all() if p.name == "ann"]
+        assert known.key_sha256.hex() == key
+
+    enrolled(tmp_path, story)
 
 
 def test_a_device_without_a_root_gets_it_with_the_used_token(tmp_path):

@@ -10,6 +10,7 @@ from tests.support.deadlines import within
 
 from triplane.device.home import DeviceHome, DeviceSettings
 from triplane.device.privacy_account import NoiseTask, PrivacyAccount, noise_task
+from triplane.device.tasks import KINDS, Blob, Task
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.disk import lock_file
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, Unavailable
@@ -189,6 +190,18 @@ def test_a_device_clips_its_change_before_it_leaves_and_charges_it(tmp_path):
     assert list(stored["runs"]) == ["f" * 16], "only the private run is charged"
     assert stored["runs"]["f" * 16]["lease"] == lease(2).hex()
     assert stored["runs"]["f" * 16]["gaussian"] == pytest.approx(1 / 25)
+
+
+def test_noise_with_compression_or_masking_is_declined():
+    for changes, words in (
+        ({"learn": pb.Learn(compression="int8")}, "not compressed"),
+        ({"masking": pb.MaskingStep()}, "no noise for masked updates"),
+    ):
+        message = pb.Task(**{"learn": pb.Learn(), "noise": terms(), **changes})
+        task = Task(kind="learn", lease="00" * 16, plan=Blob(b"", 1), state=Blob(b"", 1),
+                    work=plans.WORK, until_s=0.0)  # fmt: skip
+        with pytest.raises(InvalidInput, match=words):
+            KINDS["learn"](task, message, 1)
 
 
 @pytest.mark.long

@@ -1,10 +1,12 @@
-"""What docs/privacy.md says a cloud can learn of a device today, shown with its own means."""
+"""What docs/privacy.md says a stolen cloud can do in spite of signed plans, by its own means."""
 
 import numpy as np
 import pytest
+from onnx import TensorProto, helper
 from tests.cloud.federation import given
 from tests.device.stage import RUN, client_at, lease, serving, staged
 from tests.federated.core import plans
+from tests.runtime.graphs import model
 from tests.support.deadlines import within
 
 from triplane.proto import federation_pb2 as pb
@@ -13,7 +15,7 @@ from triplane.proto.signed_fields import AUTO
 from triplane.unified_ir.convert.conversion import read_model
 from triplane.unified_ir.federated.algorithms import Hyper, plan_of
 from triplane.unified_ir.federated.core.files import like_of, most_bytes, read_update, write_state
-from triplane.unified_ir.federated.core.learn import Work, learn
+from triplane.unified_ir.federated.core.learn import Work, learn, score
 from triplane.unified_ir.runtime import Plan
 
 SHARD = plans.shard(held_out=6)
@@ -51,6 +53,75 @@ def test_a_stolen_cloud_reads_samples_from_a_tensor_named_as_the_policy_allows(t
     )
     stolen = {row.tobytes() for row in change["w"]}
     assert stolen == {row.tobytes() for row in SHARD.train["x"]}
+
+
+@pytest.mark.long
+def test_no_signature_covers_the_state_that_a_round_begins_from(tmp_path):
+    """People signed the plan, and a stolen cloud chose the numbers."""
+
+    async def story():
+        async with (
+            staged(tmp_path / "stage") as stage,
+            serving(client_at(stage, tmp_path / "ann", SHARD)),
+        ):
+            await stage.offer()
+            plan, digest = stage.plan()
+            chosen = np.array([[1e6], [-1e6]], np.float32)
+            stage.tell(stage.task(plan=plan, state=stage.state(digest, w=chosen)))
+            return await stage.contribution(lease(1))
+
+    assert within(story()).WhichOneof("outcome") == "update"
+
+
+def test_a_score_can_be_a_number_of_a_sample(tmp_path):
+    """Masking and noise are about updates: a graph of a stolen cloud answers with its input."""
+    nodes = [
+        helper.make_node("Gather", ["x", "zero"], ["row"], axis=0),
+        helper.make_node("Gather", ["row", "zero"], ["loss"], axis=0),
+    ]
+    inputs = {"w": (2, 1), "x": ("N", 2), "y": ("N", 1)}
+    evaluate = model(nodes, inputs, {"loss": ()}, {"zero": np.array(0, np.int64)})
+    entries = {**plans.spec().entries, "evaluate": evaluate}
+    told = score(plans.plan(tmp_path, entries=entries), SHARD)
+    assert told == SHARD.held_out["x"][0, 0]
+
+
+def test_a_graph_can_separate_devices_within_a_sum(tmp_path):
+    """Each device writes a sample to a row of its own, so that a masked sum has them all."""
+    plan = plans.plan(
+        tmp_path,
+        entries={"local_update": storing_in_a_row_by_key(1000)},
+        state={"w": np.zeros((1000, 2), np.float32), "key": np.zeros(2, np.uint32)},
+        roles={"w": "parameter", "key": "key"},
+    )
+    start, total = plan.state(), np.zeros((1000, 2), np.float32)
+    shards = {name: plans.shard(n=1, held_out=0, seed=k) for k, name in enumerate("abcde")}
+    for name, shard in shards.items():
+        plan.assign(start)
+        work = Work(
+            run=RUN, round=1, device=name, seed=7, steps=1, batch_size=1, support=0, query=0
+        )
+        total += learn(plan, work, shard).change["w"]
+    rows = {row.tobytes() for row in total}
+    assert {shard.train["x"][0].tobytes() for shard in shards.values()} <= rows
+
+
+def storing_in_a_row_by_key(rows):
+    """`local_update` that keeps its first sample in the row that the device's own key gives."""
+    node = helper.make_node
+    nodes = [
+        node("ReduceMean", ["y"], ["loss"], keepdims=0),
+        node("Gather", ["key", "first"], ["drawn"]),
+        node("Cast", ["drawn"], ["whole"], to=TensorProto.INT64),
+        node("Mod", ["whole", "rows"], ["row"]),
+        node("Gather", ["x", "zero"], ["sample"]),
+        node("ScatterND", ["w", "row", "sample"], ["w:next"]),
+        node("Identity", ["key"], ["key:next"]),
+    ]
+    inputs = {"w": (rows, 2), "key": (2,), "x": ("N", 2), "y": ("N", 1)}
+    outputs = {"loss": (), "w:next": (rows, 2), "key:next": (2,)}
+    constants = {"first": np.array([[0]]), "zero": np.array([0]), "rows": np.array(rows)}
+    return model(nodes, inputs, outputs, constants, types=plans.TYPES)
 
 
 def test_one_step_on_one_sample_of_an_honest_network_tells_the_sample(tmp_path):

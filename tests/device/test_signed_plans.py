@@ -202,6 +202,17 @@ def test_a_task_for_the_owners_app_is_declined_in_a_round_of_too_few_devices(tmp
     assert "at least 3 devices in a round, got 2" in said.declined
 
 
+@pytest.mark.long
+def test_a_task_for_the_owners_app_is_declined_if_updates_must_be_masked(tmp_path):
+    def task_of(stage):
+        message = stage.folder / "message"
+        message.write_bytes(b"whatever")
+        return with_plan("plans", flower=stage.put(message))(stage)
+
+    said = answer(tmp_path, task_of, settings={"masked_only": True}, app=object())
+    assert "demand masking, and updates are in the clear" in said.declined
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
@@ -336,7 +347,7 @@ def test_a_failed_link_is_not_reported_as_a_refusal(tmp_path):
     PlanSigner(tmp_path / "signed").trusted_by(tmp_path)
     (home.trust / LATEST_TIME).write_text(f"{time.time() + 3600:.3f}\n")
     with grpc.insecure_channel("127.0.0.1:1") as channel:
-        verify = verified_here(home, lambda: channel, by_people=False)
+        verify = verified_here(home, lambda: channel, DeviceSettings())
         with pytest.raises(Unavailable):
             verify("ab" * 32)
 

@@ -24,6 +24,7 @@ LONG = {
     "docs/many_hosts.md",
     "docs/operations.md",
     "docs/parallel.md",
+    "docs/privacy.md",
     "docs/training.md",
     "docs/tutorials/photos.md",
     "docs/tutorials/series.md",

@@ -140,7 +140,10 @@ class Lab:
                         raise
 
     async def begin(self, **fields):
-        return (await self.call(FederationStub, "Start", start_request(**fields))).id
+        return await self.start(start_request(**fields))
+
+    async def start(self, request):
+        return (await self.call(FederationStub, "Start", request)).id
 
     async def run(self, run_id):
         return await self.call(FederationStub, "GetRun", pb.GetRunRequest(id=run_id))

@@ -9,6 +9,8 @@ import random
 
 import pytest
 from tests.faults.lab import Lab, Tally, instant, rejoined_s, strike
+from tests.faults.masked_rounds import KILLS as KILLS_OF_MASKED
+from tests.faults.masked_rounds import check_masked
 from tests.faults.nursery import Nursery
 from tests.faults.rounds import (
     DEADLINE_S,
@@ -47,6 +49,13 @@ def test_a_run_whose_devices_and_cloud_are_killed_is_the_replay_of_what_counted(
     check_replays(lab, KILLS_OF_ALL, random.Random(5), tally)
     assert KILLS_OF_CLOUD + tally.killed >= 50
     assert tally.at_once > 1
+
+
+def test_a_masked_run_goes_on_in_the_same_round_after_kills_of_the_cloud(lab):
+    tally = Tally()
+    check_masked(lab, KILLS_OF_MASKED, random.Random(7), tally)
+    assert tally.killed >= KILLS_OF_MASKED
+    assert tally.after["Masked"] + tally.after["Exchanged"] > 0, tally
 
 
 def test_a_killed_device_has_its_lease_again_at_once(lab):

@@ -15,6 +15,7 @@ from tests.faults import device_power, spool_power
 from tests.faults.cuts import cuts, made
 from tests.faults.harm import check_harmed, check_restored
 from tests.faults.lab import Lab, Tally, rejoined_s
+from tests.faults.masked_rounds import check_masked
 from tests.faults.rounds import check_exact, check_replays
 
 SEED = 2026
@@ -38,21 +39,24 @@ def test_hundreds_of_kills_and_thousands_of_cuts_lose_nothing(tmp_path, quick_fo
 
 
 def killed(folder):
-    rng, alone, everybody = random.Random(SEED), Tally(), Tally()
+    rng, alone, everybody, masked = random.Random(SEED), Tally(), Tally(), Tally()
     folder.mkdir()
     lab = Lab(folder)
     asyncio.run(lab.furnish())
     with lab.started():
         exact = check_exact(lab, KILLS // ALONE, rng, alone)
         rough = check_replays(lab, KILLS - KILLS // ALONE, rng, everybody)
+        hidden = check_masked(lab, KILLS // ALONE, rng, masked)
         back_s = [s for run in rough for s in rejoined_s(everybody, lab.journaled(run.id)[2])]
-    kills, instants = alone.kills + everybody.kills, alone.instants + everybody.instants
+    kills = alone.kills + everybody.kills + masked.kills
+    instants = alone.instants + everybody.instants + masked.instants
     yield from ((f"kill -9 of {name}", count) for name, count in sorted(kills.items()))
     yield from ((f"at a {name} instant", count) for name, count in sorted(instants.items()))
-    after = alone.after + everybody.after
+    after = alone.after + everybody.after + masked.after
     yield from ((f"right after {kind} was journaled", count) for kind, count in after.most_common())
     yield "processes killed at one instant, at most", everybody.at_once
     yield "runs whose cloud alone was killed; all with the undisturbed run's model", len(exact)
+    yield "masked runs whose cloud was killed; no device was lost or asked twice", len(hidden)
     rounds = sum(r.counted > 0 for run in rough for r in run.rounds)
     yield "runs whose devices were killed too; all equal to their replay", len(rough)
     yield "their rounds, evaluations included", rounds

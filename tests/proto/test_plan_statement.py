@@ -9,6 +9,7 @@ from triplane.proto.errors import Corrupt, InvalidInput
 from triplane.proto.plan_statement import (
     MAX_TENSORS,
     Least,
+    LeastMasking,
     PlanName,
     PlanPolicy,
     PlanRule,
@@ -82,6 +83,56 @@ def test_a_statement_with_a_wrong_field_is_corrupt(key, value):
 def test_a_statement_has_exactly_its_fields(custom):
     with pytest.raises(Corrupt, match="custom fields are"):
         PlanStatement.read(PATH, custom)
+
+
+MASKED = replace(STATEMENT, masking=LeastMasking(0.1, 1e-9))
+
+
+def test_a_statement_that_demands_masking_is_read_as_it_was_written():
+    assert PlanStatement.read(PATH, MASKED.custom()) == MASKED
+    assert "masking" not in STATEMENT.custom(), "statements of earlier releases stay valid"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        None, {}, "{}", "[]", "null", '{"colluding_share": 0.1}', '{"failure": 1e-6}',
+        '{"colluding_share": 1, "failure": 0.1}', '{"colluding_share": -0.1, "failure": 0.1}',
+        '{"colluding_share": 0.1, "failure": 0}', '{"colluding_share": NaN, "failure": 0.1}',
+        '{"colluding_share": 0.1, "failure": 0.1, "more": 1}', '{"colluding_share": "0"}',
+    ],
+)  # fmt: skip
+def test_a_demand_for_masking_that_is_not_one_is_corrupt(text):
+    """It must never be read as no demand."""
+    with pytest.raises(Corrupt, match=PATH):
+        PlanStatement.read(PATH, STATEMENT.custom() | {"masking": text})
+    rules = {"format": 1, "models": {"digits": rule_fields() | {"masking": text}}}
+    with pytest.raises(InvalidInput, match="plan policy of digits"):
+        PlanPolicy.parse(json.dumps(rules))
+
+
+def rule_fields():
+    return json.loads(PlanPolicy({"digits": RULE}).text())["models"]["digits"]
+
+
+@pytest.mark.parametrize(
+    ("masking", "reason"),
+    [
+        (None, "must demand masking, and updates are in the clear"),
+        (LeastMasking(0.05, 1e-6), "a share of at least 0.1 colluding devices, got 0.05"),
+        (LeastMasking(0.1, 1e-3), "a probability of at most 1e-06, got 0.001"),
+        (LeastMasking(0.2, 1e-9), ""),
+    ],
+)
+def test_a_policy_may_demand_masking(masking, reason):
+    policy = PlanPolicy({"digits": replace(RULE, masking=LeastMasking(0.1))})
+    assert PlanPolicy.parse(policy.text()) == policy
+    said = policy.refusal(replace(STATEMENT, algorithm="maml", masking=masking))
+    assert (reason in said) if reason else said == ""
+
+
+def test_the_stricter_of_two_demands_counts():
+    assert LeastMasking(0.1, 1e-3).stricter(LeastMasking(0.0, 1e-9)) == LeastMasking(0.1, 1e-9)
 
 
 RULE = PlanRule(("fed*", "maml"), ("*.weight", "0.bias", "odd[0]?"), Least(2, 2, 1))

@@ -5,6 +5,7 @@ import time
 
 from triplane.cloud.trust import MetadataRepository, initialize
 from triplane.cloud.trust.repository import target_file
+from triplane.cloud.trust.rosters import change_roster
 from triplane.cloud.trust.signing import Signer, sign_plan_policy
 from triplane.proto.plan_statement import Least, PlanPolicy, PlanStatement
 from triplane.proto.signed.trust import bootstrap
@@ -31,6 +32,11 @@ class PlanSigner:
     def allow(self, **rules):
         """Sign the policy for plans, by model."""
         sign_plan_policy(self.repository, PlanPolicy(rules), self.keys)
+
+    def enlist(self, *digests, **options):
+        """Sign a roster with exactly these digests of keys."""
+        done = change_roster(self.repository, lambda _: frozenset(digests), self.keys, **options)
+        return done.roster
 
     def sign(self, path, role=PLANS, **changes):
         """Sign a plan file by people, or with the cloud's key within the policy.

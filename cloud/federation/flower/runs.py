@@ -53,6 +53,7 @@ from triplane.unified_ir.federated.core.rules import lease_id
 from triplane.unified_ir.federated.core.run import (
     ENDED,
     Asked,
+    Exchange,
     Failed,
     Judged,
     Lease,
@@ -206,6 +207,12 @@ class FlowerRuns:
             journal.change(connection, record.id, slots=memory)
 
         return reduced_event(order, state.hex(), int(answer["scaled"])), write
+
+    async def exchange(
+        self, record: RunRecord, projection: RunProjection, order: Exchange
+    ) -> MakeEvent:
+        """See `live.Worker`."""
+        raise AssertionError("a run with a strategy is never masked")
 
     async def judged(self, record: RunRecord, projection: RunProjection, order: Judged) -> None:
         """See `live.Worker`: tells the strategy, unless its process restarted since it asked."""

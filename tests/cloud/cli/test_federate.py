@@ -249,6 +249,13 @@ def test_a_waiting_run_is_signed_and_the_policy_for_plans_set_shown_and_taken_ba
                 "federate", "sign", run["id"], *keys, "--model-digest", "0" * 64, code=5
             )
             assert "as you expect" in str(wrong)
+            withdrawn = await verb("federate", "unsign", run["id"], *keys)
+            (plan,) = withdrawn["plans"]
+            assert plan["content_digest"] == signed["content_digest"]
+            missing = await verb(
+                "federate", "unsign", plan["content_digest"].upper(), *keys, code=2
+            )
+            assert "no such plan is signed by people (signed: none)" in str(missing)
             await verb("cloud", "policy", "set-plans", "tiny", "--algorithm", "fed*", *keys)
             shown = (await verb("cloud", "policy", "show"))["plans"]
             await verb("cloud", "policy", "remove-plans", "tiny", *keys)

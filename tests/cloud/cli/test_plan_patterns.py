@@ -1,6 +1,7 @@
 """The patterns that `triplane cloud policy set-plans` takes from a model file."""
 
 import contextlib
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,8 +44,10 @@ def test_a_new_rule_shows_the_bounds_of_the_one_that_it_replaces(monkeypatch):
     monkeypatch.setattr(plan_policies, "remote_at", contextlib.nullcontext)
     least: Any = {"least_devices": 2, "least_batch": 2, "least_steps": 1}
     cloud: Any = None
-    _, text = plan_policies.allow_plans(
-        cloud, model="m", algorithms=(), tensors=("w",), keys=Path(), **least
+    record, text = plan_policies.allow_plans(
+        cloud, model="m", algorithms=(), tensors=("w",), masked=0.1, keys=Path(), **least
     )
+    assert "masked against a share of 0.1 colluding devices" in text
+    assert json.loads(record["plans"]["m"]["masking"])["colluding_share"] == 0.1
     assert "algorithms *, at least 2 devices, 2 samples in a step, 1 steps" in text
     assert "before: algorithms fedavg, at least 10 devices, 32 samples in a step, 2 steps" in text

@@ -37,11 +37,14 @@ MODELS = ("tiny", "own", "wide", "sine")
 """Models of tests whose plans the cloud's key may sign."""
 
 
-def model_bytes(folder, seed=0):
-    """A small classifier of 6 features."""
-    path = folder / f"tiny-{seed}.tpm"
+def model_bytes(folder, seed=0, hidden=8, *, normalized=False):
+    """A small classifier of 6 features; normalized: with statistics of batches as buffers."""
+    path = folder / f"tiny-{seed}-{hidden}-{normalized}.tpm"
     if not path.exists():
-        cell = nn.Sequential(nn.Dense(FEATURES, 8), nn.Tanh(), nn.Dense(8, CLASSES))
+        norm = [nn.BatchNorm1d(hidden)] if normalized else []
+        cell = nn.Sequential(
+            nn.Dense(FEATURES, hidden), *norm, nn.Tanh(), nn.Dense(hidden, CLASSES)
+        )
         rng = np.random.default_rng(seed)
         for p in cell.parameters().values():
             p.array = np.asarray(rng.normal(0, 0.5, p.array.shape), np.float32)

@@ -22,6 +22,7 @@ from triplane.cloud.federation.tables import EVENTS, SMALL_STATES
 from triplane.cloud.store import Database
 from triplane.proto.errors import Conflict, Corrupt
 from triplane.unified_ir.federated.core import run as core
+from triplane.unified_ir.federated.core.masked_step import MaskedProgress, MaskedStep, StepAnswer
 from triplane.unified_ir.federated.core.run import Event
 
 UPDATE = core.Update(blob="cc" * 32, size=10, examples=4, loss=0.25, seconds=1.5)
@@ -285,3 +286,38 @@ def test_a_member_of_an_earlier_release_is_told_of_its_newest_contribution():
     del said["counted_lease"]
     found = from_json(core.RunMember, json.dumps(said))
     assert [(x.lease.hex(), x.counted) for x in settlements("r", found)] == [("ab" * 16, True)]
+
+
+def test_events_and_states_of_masked_rounds_are_stored_by_these_bytes():
+    """Stored names are for ever: a run that is under way is read by every later release."""
+    answer = StepAnswer(step=MaskedStep.INPUTS, blob="b1", size=70, file="f1")
+    masked = core.Masked(at_s=1.5, device="ann", lease="l1", answer=answer, bytes_down=9)
+    exchanged = core.Exchanged(
+        at_s=2.0, number=1, attempt=0, step=MaskedStep.KEYS, refused={"bob": "r"}, failure="f"
+    )
+    progress = MaskedProgress(step=MaskedStep.REVEALS, opened_s=3.0, cap=24, exchanging=True)
+    lease = core.Lease(id="l1", device="ann", due=MaskedStep.INPUTS, taken=MaskedStep.SHARES)
+    stored: list[tuple[typing.Any, str]] = [
+        (
+            masked,
+            (
+                '{"at_s":1.5,"device":"ann","lease":"l1","answer":{"step":"inputs","blob":"b1",'
+                '"size":70,"file":"f1"},"bytes_down":9}'
+            ),
+        ),
+        (
+            exchanged,
+            '{"at_s":2.0,"number":1,"attempt":0,"step":"keys","refused":{"bob":"r"},"failure":"f"}',
+        ),
+        (progress, '{"step":"reveals","opened_s":3.0,"cap":24,"exchanging":true}'),
+        (
+            lease,
+            (
+                '{"id":"l1","device":"ann","outcome":"open","update":null,"away_s":null,"reason":"",'
+                '"bytes_down":0,"due":"inputs","taken":"shares"}'
+            ),
+        ),
+    ]
+    for value, text in stored:
+        assert to_json(value) == text
+        assert from_json(type(value), text) == value

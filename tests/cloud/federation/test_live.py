@@ -17,7 +17,7 @@ from triplane.cloud.federation.spec import with_defaults
 from triplane.cloud.store import Database
 from triplane.proto.disk import NoRoom
 from triplane.proto.errors import Corrupt, Unavailable
-from triplane.unified_ir.federated.core.rules import lease_of
+from triplane.unified_ir.federated.core.lease_changes import lease_of
 from triplane.unified_ir.federated.core.run import (
     NEWEST_RULES,
     Arrived,
@@ -76,6 +76,9 @@ class Reducer:
             return Reduced(at_s=at_s, number=order.number, shared=state)
 
         return make, None
+
+    async def exchange(self, record, projection, order):
+        raise AssertionError("not masked")
 
     async def judged(self, record, projection, order):
         pass

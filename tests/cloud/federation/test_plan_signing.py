@@ -6,15 +6,20 @@ import threading
 import pytest
 from tests.cloud.federation import given
 from tests.support.deadlines import within
+from tests.support.plan_signatures import PlanSigner
 
-from triplane.cloud.federation.plan_signing import least_of, sign_plan
+from triplane.cloud.cli.runs import headline
+from triplane.cloud.federation.plan_signing import least_of, sign_plan, unsign_plans
 from triplane.cloud.home import initialize
 from triplane.cloud.registry import encoding
 from triplane.cloud.server import running
-from triplane.cloud.trust.signing import sign_plan_policy
+from triplane.cloud.trust.repository import target_file
+from triplane.cloud.trust.rosters import change_roster
+from triplane.cloud.trust.signing import Signer, sign_plan_policy
 from triplane.proto import federation_pb2 as pb
-from triplane.proto.errors import Corrupt, NotFound
-from triplane.proto.plan_statement import Least, PlanPolicy, PlanRule
+from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
+from triplane.proto.plan_statement import Least, PlanPolicy, PlanRule, PlanStatement
+from triplane.proto.targets import plan_target
 
 ALL = PlanRule(("*",), ("*",))
 
@@ -119,6 +124,48 @@ def sign_policy(cloud, folder, rule):
 
 
 @pytest.mark.long
+def test_a_plan_whose_signature_was_withdrawn_waits_for_a_new_one(tmp_path):
+    async def story(cloud, run_id):
+        await until(cloud, run_id, waits)
+        source, keys = Source(cloud), tmp_path / "keys"
+        result = await signed(cloud, run_id, tmp_path)
+        await asyncio.to_thread(change_roster, source, lambda _: frozenset({bytes(32)}), keys)
+        (statement,) = [target.statement for target in result.targets]
+
+        def unsign(digest):
+            return unsign_plans(source, lambda plan: plan.digest == digest, keys)
+
+        with pytest.raises(NotFound, match=f"signed: {statement.digest[:12]} of tiny@1"):
+            await asyncio.to_thread(unsign, "0" * 64)
+        done = await asyncio.to_thread(unsign, statement.digest)
+        assert (done.submitted.published, done.plans) == (True, (statement,))
+        assert cloud.repository.find_plan(statement.digest) is None
+        assert cloud.repository.roster() is not None
+        with pytest.raises(NotFound, match="signed: none"):
+            await asyncio.to_thread(unsign, statement.digest)
+        run = await cloud.federation.begin(given.start_request(key=b"again" + bytes(11)), by="x")
+        await until(cloud, run.id, waits)
+
+    story_of(tmp_path, story)
+
+
+@pytest.mark.long
+def test_a_full_list_of_plans_names_the_way_to_make_room(tmp_path):
+    signer = PlanSigner(tmp_path)
+    tensors = tuple(f"layer{n:03}.{'x' * 30}" for n in range(200))
+    targets = {}
+    for n in range(520):
+        statement = PlanStatement(
+            model="tiny", version=1, model_digest="0" * 64, digest=f"{n:064x}", algorithm="fedavg",
+            hyperparameters={"lr": 0.1}, tensors=tensors, least=Least(),
+        )  # fmt: skip
+        target = plan_target("plans", statement, length=1, sha256=bytes(32))
+        targets[target.path] = target_file(target)
+    with pytest.raises(InvalidInput, match=r"the list of plans .* triplane federate unsign RUN"):
+        Signer(signer.repository, signer.keys, "plans").sign(None, targets)
+
+
+@pytest.mark.long
 def test_a_run_that_is_smaller_than_its_signed_plan_fails_with_the_reason(tmp_path):
     async def story(cloud, run_id):
         await until(cloud, run_id, waits)
@@ -149,6 +196,41 @@ def test_a_signer_refuses_a_plan_of_another_model_file_than_the_reviewed_one(tmp
             await signed(cloud, run_id, tmp_path, model_digest=bytes(32))
 
     story_of(tmp_path, story)
+
+
+@pytest.mark.long
+def test_a_run_says_first_whether_a_roster_protects_from_invented_devices(tmp_path):
+    async def story(cloud, run_id):
+        text = "no roster: nothing protects from a cloud that invents devices"
+        run = await until(cloud, run_id, waits)
+        assert (run.roster, text in headline(run)) == (0, True)
+        done = await asyncio.to_thread(
+            change_roster, Source(cloud), lambda _: frozenset({bytes(32)}), tmp_path / "keys"
+        )
+        run = await cloud.federation.run(run_id)
+        assert (run.roster, text in headline(run)) == (done.roster.version, False)
+
+    story_of(tmp_path, story)
+
+
+@pytest.mark.long
+def test_a_plan_is_not_signed_beside_a_roster_that_nobody_checked_here(tmp_path):
+    async def story(cloud, run_id):
+        await until(cloud, run_id, waits)
+        folders = [tmp_path / "alex" / "keys", tmp_path / "kim" / "keys"]
+        for n, folder in enumerate(folders, 1):
+            folder.mkdir(parents=True)
+            for file in (f"plans-{n}.pem", "root.json"):
+                (folder / file).write_bytes((tmp_path / "keys" / file).read_bytes())
+        await asyncio.to_thread(
+            change_roster, Source(cloud), lambda _: frozenset({bytes(32)}), folders[0]
+        )
+        with pytest.raises(Conflict, match="a roster of devices waits for signatures"):
+            await signed(cloud, run_id, tmp_path / "kim")
+        both = await signed(cloud, run_id, tmp_path / "alex")  # who has checked the roster
+        assert not both.submitted.published
+
+    story_of(tmp_path, story, keys={"plans": 2}, thresholds={"plans": 2})
 
 
 @pytest.mark.long

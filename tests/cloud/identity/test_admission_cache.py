@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from triplane.cloud.identity.admission_cache import KEEP_S, AdmissionCache
 from triplane.cloud.identity.authority import Authority
-from triplane.cloud.identity.principals import Principal, Principals, key_digest, serial_of
+from triplane.cloud.identity.principals import Principal, Principals, serial_of
 from triplane.cloud.identity.rights import PrincipalRole
-from triplane.proto.identity import certificate_request, new_key
+from triplane.proto.identity import certificate_request, key_digest, new_key
 
 ANN = Principal("ann", PrincipalRole.DEVICE, "1", 0.0, 100.0, revoked=False)
 KEY = ("1", "ann", b"k")

@@ -30,3 +30,12 @@ def test_an_online_role_is_the_clouds_to_sign_and_named_only_when_it_did_not():
 def test_an_expired_list_of_plans_names_the_machines_that_it_stops():
     (told,) = due(FINE | {"plans": -1.0}, 0.0)
     assert "expired on 1969-12-31: devices run none of their plans" in told
+
+
+def test_a_roster_is_renewed_by_a_verb_of_its_own():
+    assert due(FINE | {"roster": WARN_S}, 0.0) == []
+    (told,) = due(FINE | {"roster": WARN_S - 1}, 0.0)
+    assert told.startswith("the roster of devices expires on 1970-01-30")
+    assert "triplane cloud roster renew --keys DIR" in told
+    (told,) = due(FINE | {"roster": 0.5}, 0.9)
+    assert told.startswith("the roster of devices expired on 1970-01-01")

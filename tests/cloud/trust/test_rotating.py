@@ -8,8 +8,8 @@ from tuf.api.metadata import Metadata
 from triplane.cloud.trust import initial
 from triplane.cloud.trust.keys import KeyFolder, read_public
 from triplane.cloud.trust.repository import target_file
-from triplane.cloud.trust.roles import ROLES, expiry
-from triplane.cloud.trust.rotating import Lists, rotate
+from triplane.cloud.trust.roles import ROLES, Lists, expiry
+from triplane.cloud.trust.rotating import rotate
 from triplane.cloud.trust.signing import Signer, renew, replace_keys
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
 from triplane.proto.plan_statement import Least, PlanStatement
@@ -70,10 +70,10 @@ def test_a_rotation_cut_off_in_the_middle_is_ended_by_running_it_again(cloud, ro
     key = other_key(cloud, role)
     submit = cloud.repository.submit
 
-    def killed(name, data):
+    def killed(name, data, *auto):
         if name == role:
             raise Unavailable("killed")
-        return submit(name, data)
+        return submit(name, data, *auto)
 
     cloud.repository.submit = killed
     with pytest.raises(Unavailable):
@@ -99,6 +99,31 @@ def test_after_a_theft_nothing_that_the_old_key_signed_is_carried_on(cloud):
         node.target(PATH)
     with pytest.raises(InvalidInput, match="so it cannot be dropped"):
         rotated(cloud, "targets", other_key(cloud, "targets"), lists=Lists.DROPPED)
+
+
+def test_after_a_theft_of_its_key_the_cloud_does_not_sign_the_automatic_list_again(cloud):
+    thief = "auto/digits@7+ort-x64.bundle"
+    cloud.sign_auto(version=7)
+    key = other_key(cloud, "auto")
+    rotated(cloud, "auto", key, lists=Lists.DROPPED)
+    cloud.repository.keep_fresh()
+    assert load(cloud, "auto").signed.targets == {}
+    assert cloud.reopened().find_signed("digits", 7, "ort-x64") is None
+    for node in (cloud.node(), cloud.node("late")):
+        assert node.refresh().is_fresh
+        for path in (thief, AUTO):
+            with pytest.raises(AttemptRefused, match="is not listed"):
+                node.target(path)
+    cloud.sign_auto(version=8)
+    assert cloud.repository.find_signed("digits", 8, "ort-x64")
+
+
+def test_what_was_stolen_is_not_replaced_before_the_cloud_has_the_new_key(cloud, tmp_path):
+    """Otherwise the list would wait for the key, and then be signed again."""
+    elsewhere = KeyFolder(tmp_path / "elsewhere").make("auto").public_key
+    with pytest.raises(NotFound, match="has no key of the role auto"):
+        rotated(cloud, "auto", elsewhere, lists=Lists.DROPPED)
+    assert cloud.repository.versions()["targets"] == 2
 
 
 def test_a_list_that_neither_the_new_nor_the_former_keys_signed_is_not_carried_on(cloud, tmp_path):

@@ -50,7 +50,7 @@ class Cloud:
     def pending(self, role):
         return self.queued or self.stage.repository.pending(role)
 
-    def submit(self, role, data):
+    def submit(self, role, data, *auto):
         return self.stage.repository.submit(role, data)
 
     def version(self, reference):
@@ -147,7 +147,7 @@ class Together(Cloud):
         self._barrier = threading.Barrier(signers)
         self._held = set()
 
-    def submit(self, role, data):
+    def submit(self, role, data, *auto):
         if threading.get_ident() not in self._held:
             self._held.add(threading.get_ident())
             self._barrier.wait(120)

@@ -6,7 +6,7 @@ from tests.federated.masking.rounds import BASE, Round, terms, vectors_of
 from triplane.proto.errors import Conflict, Corrupt
 from triplane.unified_ir.federated.masking import LedgerEntry, MaskingLedger
 
-ENTRY = LedgerEntry(round=3, attempt=1, session="ab" * 32, survivors="cd" * 32, self_masks=(1, 2))
+ENTRY = LedgerEntry(round=3, attempt=1, session="ab" * 32, survivors="cd" * 32)
 SAVED = MaskingLedger().with_(terms(), ENTRY).encode()
 
 
@@ -19,10 +19,21 @@ def test_each_message_is_on_the_disk_before_it_leaves():
     round_.mask(range(3), lambda i: vectors_of(round_.terms.fields, i))
     round_.sign(range(3))
     round_.unmask(range(3))
-    masked, signed, revealed = [ledger.entries["run-1", BASE.hex()] for ledger in entries]
+    masked, signed = [ledger.entries["run-1", BASE.hex()] for ledger in entries]
     assert (masked.session, masked.survivors) == (round_.cloud.session.digest.hex(), "")
     assert len(signed.survivors) == 64
-    assert (revealed.self_masks, revealed.mask_keys) == ((1, 2), (3,))
+
+
+def test_no_share_is_revealed_unless_the_ledger_has_the_signed_survivors():
+    """Such as after the ledger was replaced by an older copy."""
+    round_ = Round(4)
+    round_.advertise()
+    round_.share(range(4))
+    round_.mask(range(4), lambda i: vectors_of(round_.terms.fields, i))
+    requests = round_.sign(range(4))
+    del round_.stores[0].saved[1]
+    with pytest.raises(Conflict, match="a second, different one"):
+        round_.devices[0].unmask(requests[0])
 
 
 def test_a_ledger_survives_a_restart():

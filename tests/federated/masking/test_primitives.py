@@ -112,6 +112,12 @@ def test_identities_are_keys_of_p_256_only():
         EcdsaVerifier({"a": public_der(ed25519.Ed25519PrivateKey.generate())})
     with pytest.raises(InvalidInput, match="not a public key in DER"):
         EcdsaVerifier({"a": b"\x30\x03abc"})
+    # An object identifier that no algorithm has: the last byte of that of the public key's kind.
+    unknown = public_der(ec.generate_private_key(ec.SECP256R1())).replace(
+        bytes.fromhex("2a8648ce3d0201"), bytes.fromhex("2a8648ce3d0277")
+    )
+    with pytest.raises(InvalidInput, match="not a public key in DER"):
+        EcdsaVerifier({"a": unknown})
     with pytest.raises(InvalidInput, match="this device is of secp256k1"):
         EcdsaSigner(ec.generate_private_key(ec.SECP256K1()))
 

@@ -23,6 +23,8 @@ from triplane.proto import fleet_pb2 as fleet_pb
 
 HERE = Path(__file__).parent
 WAIT_S = 60
+LATER = {"Masked", "Exchanged"}
+"""Kinds of events that came after the newest home; `test_journal.py` holds their bytes."""
 
 
 @pytest.fixture(params=sorted(path.name for path in HERE.glob("*.tar.xz")))
@@ -126,7 +128,7 @@ def test_everything_stored_is_written_again_with_the_same_bytes(home):
     for row in rows(home, EVENTS):
         kinds.add(row.kind)
         assert coding.to_json(coding.from_json(journal.KINDS[row.kind], row.body)) == row.body
-    assert kinds == set(journal.KINDS)
+    assert kinds == set(journal.KINDS) - LATER
     for row in rows(home, RUNS):
         assert coding.to_json(coding.from_json(journal.Prepared, row.prepared)) == row.prepared
         if row.snapshot:

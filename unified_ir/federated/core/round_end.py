@@ -40,7 +40,8 @@ def ended(round_: Round, now_s: float, given_up: str) -> Ended:
         lost=tally[Outcome.LOST],
         # Devices may claim losses whose sum float64 does not hold; a stored number is finite.
         loss=loss if math.isfinite(loss) else math.nan,
-        bytes_up=sum(u.size for u in updates),
+        bytes_up=sum(u.size for u in updates)
+        + sum(answer.size for x in round_.leases for answer in x.answers),
         bytes_down=sum(x.bytes_down for x in round_.leases),
         given_up=given_up,
     )

@@ -20,11 +20,27 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
+from triplane.unified_ir.federated.core import masked_round
+from triplane.unified_ir.federated.core.lease_changes import (
+    Step,
+    away_since,
+    counted_leases,
+    held_lease,
+    leases_of,
+    members_of,
+    open_lease,
+    open_leases,
+    put_lease,
+    resting,
+    settle,
+    unwanted,
+    with_member,
+)
 from triplane.unified_ir.federated.core.round_end import (
     amended,
     ended,
@@ -43,15 +59,15 @@ from triplane.unified_ir.federated.core.run import (
     Declined,
     Effects,
     Event,
+    Exchanged,
     Failed,
     Finish,
     Finished,
     Joined,
     Judged,
     Lease,
-    Leases,
     Left,
-    Members,
+    Masked,
     Outcome,
     Phase,
     Reduce,
@@ -63,7 +79,6 @@ from triplane.unified_ir.federated.core.run import (
     RunMember,
     RunState,
     Scored,
-    Settled,
     Stopped,
     Tell,
     Tick,
@@ -72,10 +87,10 @@ from triplane.unified_ir.federated.core.selection import (
     chosen,
     lacks_population,
     learners,
-    note_counted,
     note_published,
     waits_for,
 )
+from triplane.unified_ir.federated.core.sorted_map import SortedMap
 from triplane.unified_ir.federated.core.spoilt import is_spoilt
 
 LEASE_CHARS: Final = 32
@@ -84,18 +99,7 @@ MAX_GIVEN_UP: Final = 10
 FIRST_PAUSE_S: Final = 0.5
 """Pause after an abandoned round; it doubles with each further one in a row."""
 MAX_PAUSE_S: Final = 30.0
-MAX_WHY: Final = 8
-"""Number of distinct reasons kept for one device; further ones are counted together."""
-MAX_WHY_CHARS: Final = 200
-OTHER: Final = "other reasons"
 
-MAX_REST: Final = 32
-"""Largest number of rounds for which a device that misses deadlines is not drawn. The number is 1
-after the first missed deadline and doubles with each further one in a row."""
-
-ANSWERED: Final = UNWILLING | {Outcome.COUNTED}
-
-Step = tuple[RunState, Effects]
 Rule = Callable[[RunState, Any], Step]
 
 
@@ -116,10 +120,14 @@ def due_s(state: RunState) -> float | None:
     if state.phase is Phase.GATHERING:
         if state.not_before_s > state.looked_s:
             return state.not_before_s
-        away, waits = _members(state).indexed("away"), [state.since_s + patience_s]
+        away, waits = members_of(state).indexed("away"), [state.since_s + patience_s]
     elif state.phase is Phase.COLLECTING and state.round is not None:
-        away = _leases(state.round).indexed("away")
-        waits = [state.round.opened_s + state.plan.deadline_s]
+        masked = state.round.masked
+        if masked is not None and masked.exchanging:
+            return None
+        away = leases_of(state.round).indexed("away")
+        ends_s = state.round.opened_s + state.plan.deadline_s
+        waits = [masked_round.step_ends_s(state.plan, masked) if masked else ends_s]
     else:
         return None
     # Sorted by the time of leaving, so the first device whose patience has not ended is the next
@@ -127,17 +135,6 @@ def due_s(state: RunState) -> float | None:
     first = away.first(lambda since: since[0] + patience_s > state.looked_s)
     waits += [] if first is None else [first[0] + patience_s]
     return min((at_s for at_s in waits if at_s > state.looked_s), default=None)
-
-
-def open_lease(state: RunState, device: str) -> Lease | None:
-    """Return the open lease of the device in the current round, if it has one."""
-    lease = lease_of(state, device) if state.phase is Phase.COLLECTING else None
-    return lease if lease is not None and lease.outcome is Outcome.OPEN else None
-
-
-def lease_of(state: RunState, device: str) -> Lease | None:
-    """Return the lease of a device in the current round, whatever its outcome."""
-    return None if state.round is None else _leases(state.round).of(device)
 
 
 def lease_id(
@@ -164,7 +161,7 @@ def _join(state: RunState, event: Joined) -> Step:
     member = replace(
         fresh, connected=True, away_s=None, examples=event.examples, held_out=event.held_out
     )
-    return _away(_with(state, member), event.device, None), (Tell(event.device),)
+    return _away(with_member(state, member), event.device, None), (Tell(event.device),)
 
 
 def _leave(state: RunState, event: Left) -> Step:
@@ -172,7 +169,7 @@ def _leave(state: RunState, event: Left) -> Step:
     if known is None:
         return state, ()
     gone = replace(known, connected=False, away_s=event.at_s)
-    return _away(_with(state, gone), event.device, event.at_s), ()
+    return _away(with_member(state, gone), event.device, event.at_s), ()
 
 
 def _restart(state: RunState, event: Restarted) -> Step:
@@ -187,17 +184,19 @@ def _restart(state: RunState, event: Restarted) -> Step:
         state = replace(state, epoch=event.epoch)
     # The process is new, so no stream is open; patience starts now, since nobody knows when they
     # left.
-    for lease in _open_leases(state):
-        state = _put(state, replace(lease, away_s=event.at_s))
+    for lease in open_leases(state):
+        state = put_lease(state, replace(lease, away_s=event.at_s))
     if state.phase is Phase.GATHERING:
         state = replace(state, since_s=event.at_s)
-    return state, _due(state)
+    return masked_round.restarted(state, event.at_s), _due(state)
 
 
 def _due(state: RunState) -> Effects:
     """Return the effects that may have been lost with the old process."""
     if state.phase is Phase.REDUCING and state.round is not None:
-        return (Reduce(state.round.number, _counted_leases(state.round)),)
+        return (Reduce(state.round.number, counted_leases(state.round)),)
+    if state.phase is Phase.COLLECTING:
+        return masked_round.pending(state)
     return (Finish(),) if state.phase is Phase.FINISHING else ()
 
 
@@ -216,25 +215,25 @@ def _ask(state: RunState, event: Asked) -> Step:
 
 def _arrive(state: RunState, event: Arrived) -> Step:
     if state.round and state.round.evaluates:
-        return _unwanted(state, event)
+        return unwanted(state, event)
     return _answer(state, event)
 
 
 def _answer(state: RunState, event: Arrived | Answered) -> Step:
-    lease = _held(state, event)
+    lease = held_lease(state, event)
     if lease is None:
-        return _unwanted(state, event)
+        return unwanted(state, event)
     counted = replace(lease, update=event.update, away_s=None, bytes_down=event.bytes_down)
-    return _settle(state, counted, Outcome.COUNTED)
+    return settle(state, counted, Outcome.COUNTED)
 
 
 def _score(state: RunState, event: Scored) -> Step:
-    lease = _held(state, event)
+    lease = held_lease(state, event)
     if lease is None or not (state.round and state.round.evaluates):
-        return _unwanted(state, event)
-    scored = _with(state, replace(state.members[event.device], score=event.score))
+        return unwanted(state, event)
+    scored = with_member(state, replace(state.members[event.device], score=event.score))
     counted = replace(lease, away_s=None, bytes_down=event.bytes_down)
-    return _settle(scored, counted, Outcome.COUNTED)
+    return settle(scored, counted, Outcome.COUNTED)
 
 
 def _refuse(state: RunState, event: Refused | Declined) -> Step:
@@ -244,43 +243,31 @@ def _refuse(state: RunState, event: Refused | Declined) -> Step:
         outcome = Outcome.REFUSED
         counts = {**state.refusals, event.kind: state.refusals.get(event.kind, 0) + 1}
         state = replace(state, refusals=counts)
-    lease = _held(state, event)
+    lease = held_lease(state, event)
     if lease is None:
         return state, ()
     ended = replace(lease, reason=event.reason, bytes_down=event.bytes_down)
-    return _settle(state, ended, outcome)
+    return masked_round.leave(state, ended, outcome)
 
 
 def _tick(state: RunState, event: Tick) -> Step:
     assert state.round is not None
+    if state.round.masked is not None:
+        return masked_round.lose_silent(state, state.round, state.round.masked, event.at_s)
     over = event.at_s >= state.round.opened_s + state.plan.deadline_s
     gone = event.at_s - state.plan.patience_s
     # At the deadline all open leases end, before it only those of devices that were away too long.
     tells: Effects = ()
-    for lease in _open_leases(state) if over else _away_since(state.round, gone):
+    for lease in open_leases(state) if over else away_since(state.round, gone):
         away = lease.away_s is not None and lease.away_s <= gone
         why = "its stream was away too long" if away else "the round's deadline passed"
-        state, more = _settle(state, replace(lease, reason=why), Outcome.LOST)
+        state, more = settle(state, replace(lease, reason=why), Outcome.LOST)
         # A device that was away is not drawn anyway until it returns; only one that was connected
         # and silent rests.
         if not away and state.rules >= RULES_WITH_RESTS:
-            state = _with(state, _resting(state.members[lease.device], state.turn[0]))
+            state = with_member(state, resting(state.members[lease.device], state.turn[0]))
         tells += more
     return state, tells
-
-
-def _resting(member: RunMember, number: int) -> RunMember:
-    """Return the member after it missed the deadline of that round."""
-    rest = min(2**member.missed, MAX_REST)
-    missed = min(member.missed + 1, MAX_REST)  # a count beyond it would make no difference
-    return replace(member, missed=missed, rests_until=number + 1 + rest)
-
-
-def _away_since(round_: Round, latest_s: float) -> list[Lease]:
-    """Return the open leases of devices that left before then, in the order of their names."""
-    leases = _leases(round_)
-    devices = itertools.takewhile(lambda key: key[0] <= latest_s, leases.indexed("away"))
-    return [x for _, device in sorted(devices, key=lambda key: key[1]) if (x := leases.of(device))]
 
 
 def _reduce(state: RunState, event: Reduced) -> Step:
@@ -289,10 +276,11 @@ def _reduce(state: RunState, event: Reduced) -> Step:
         return state, ()
     good = state.good if state.watch.bad or not watches(state) else state.shared
     assert state.round is not None
-    state = note_published(state, _counted_leases(state.round))
+    state = note_published(state, counted_leases(state.round))
     reduced = replace(
         state, shared=event.shared, attempt=0, fresh_optimizer=False,
         charged=event.charged, clip=event.clip,
+        spent=state.spent if event.shared == state.shared else (),
         # No later round could return to it.
         good="" if event.number == state.plan.rounds else good,
         history=amended(state, scaled=event.scaled) if event.scaled else state.history,
@@ -300,12 +288,37 @@ def _reduce(state: RunState, event: Reduced) -> Step:
     return _gather(reduced, turn_after(state, event.number), event.at_s), ()
 
 
+def _exchange(state: RunState, event: Exchanged) -> Step:
+    if not masked_round.is_expected(state, event):
+        return state, ()
+    assert state.round is not None
+    masked = state.round.masked
+    assert masked is not None
+    state, effects = masked_round.refuse(state, sorted(event.refused.items()))
+    if event.failure:
+        state, more = _end_masked(state, event.failure, event.at_s)
+        return state, effects + more
+    state, more = masked_round.advance(state, masked, event.at_s)
+    effects += more
+    if event.step.next is None:
+        state, more = _end_masked(state, "", event.at_s)
+        effects += more
+    return state, effects
+
+
+def _end_masked(state: RunState, why: str, now_s: float) -> Step:
+    """End a masked round; why: it is given up for this reason, or empty."""
+    state, tells = masked_round.settle_all(state, why)
+    state, effects = _end(state, why, now_s)
+    return state, tells + effects
+
+
 def _finish(state: RunState, event: Finished) -> Step:
     return replace(state, phase=Phase.DONE, reason="", since_s=event.at_s), ()
 
 
 def _stop(state: RunState, event: Stopped) -> Step:
-    tells = tuple(Tell(lease.device) for lease in _open_leases(state))
+    tells = tuple(Tell(lease.device) for lease in open_leases(state))
     # The updates of a complete round are on disk, so their reduction is kept for `_resume`; a round
     # that was still collecting is repeated under another attempt.
     kept = state.round if state.phase is Phase.REDUCING else None
@@ -325,7 +338,7 @@ def _resume(state: RunState, event: Resumed) -> Step:
 
 
 def _fail(state: RunState, event: Failed) -> Step:
-    tells = tuple(Tell(lease.device) for lease in _open_leases(state))
+    tells = tuple(Tell(lease.device) for lease in open_leases(state))
     after = replace(
         state, phase=Phase.FAILED, reason=event.reason, since_s=event.at_s, round=None, good=""
     )
@@ -338,7 +351,8 @@ def _fail(state: RunState, event: Failed) -> Step:
 def _advance(state: RunState, now_s: float, effects: Effects) -> Step:
     """Close the round if it is complete, open the next if enough devices are there."""
     if state.phase is Phase.COLLECTING and state.round is not None:
-        state, more = _close(state, state.round, now_s)
+        close = _close if state.round.masked is None else _close_step
+        state, more = close(state, state.round, now_s)
         effects += more
     if state.phase is Phase.GATHERING:
         state, more = _open(state, now_s)
@@ -350,15 +364,16 @@ def _open(state: RunState, now_s: float) -> Step:
     number, evaluates = state.turn
     if number > state.plan.rounds:
         return replace(state, phase=Phase.FINISHING, reason="", since_s=now_s), (Finish(),)
+    if not evaluates and (why := masked_round.why_exhausted(state)):
+        return replace(state, phase=Phase.STOPPED, reason=why, since_s=now_s), ()
     if now_s < state.not_before_s:
         why = state.history[-1].given_up if state.history else ""
         reason = f"a round was given up ({why}); the next begins after a pause"
         return _because(state, reason), ()
     if why := lacks_population(state):
         return _because(state, why), ()
-    able = _members(state).indexed("scorers") if evaluates else learners(state)
     # Keys are (rests_until, name): those that rest longer than this round come last.
-    rested = able.count_until(lambda key: key[0] > number)
+    able, rested = _able(state, number, evaluates=evaluates)
     waited = now_s >= state.since_s + state.plan.patience_s
     least = 1 if evaluates else state.plan.quorum
     drawn = rested if rested >= least else len(able)  # without a quorum, those who rest as well
@@ -368,7 +383,7 @@ def _open(state: RunState, now_s: float) -> Step:
     usual = state.plan.asked - given_up - (len(able) - drawn)
     wanted = least if waited or evaluates else max(least, usual)
     # No device is away that may still return within the patience.
-    here = waited or len(_members(state).indexed("absent")) == given_up
+    here = waited or len(members_of(state).indexed("absent")) == given_up
     if drawn < wanted or not here:
         if evaluates and here:
             return _open(_gather(state, (number + 1, False), now_s), now_s)
@@ -379,23 +394,39 @@ def _open(state: RunState, now_s: float) -> Step:
     identify = partial(
         lease_id, state.run, number, evaluates=evaluates, attempt=attempt, epoch=state.epoch
     )
-    leases = tuple(Lease(id=identify(device=device), device=device) for device in asked)
+    masked = None if evaluates else masked_round.begun(state, asked, now_s)
+    due = masked.step if masked else None
+    leases = tuple(Lease(id=identify(device=x), device=x, due=due) for x in asked)
     opened = Round(
         number=number, evaluates=evaluates, attempt=attempt, opened_s=now_s, leases=leases,
-        population=sum(m.examples > 0 for m in state.members.values()),
+        population=sum(m.examples > 0 for m in state.members.values()), masked=masked,
     )  # fmt: skip
     state = replace(state, phase=Phase.COLLECTING, reason="", since_s=now_s, round=opened)
     return state, tuple(Tell(device) for device in asked)
 
 
+def _able(
+    state: RunState, number: int, *, evaluates: bool
+) -> tuple[Sequence[tuple[int, str]] | SortedMap[Any, str], int]:
+    """Return the connected members that can do a round's work, and how many of them do not rest.
+
+    They are pairs (`RunMember.rests_until`, name), in order.
+    """
+    able = members_of(state).indexed("scorers") if evaluates else learners(state)
+    if evaluates or not state.spent:
+        return able, able.count_until(lambda key: key[0] > number)
+    left = masked_round.unspent(state, able)
+    return left, sum(key[0] <= number for key in left)
+
+
 def _given_up(state: RunState, now_s: float) -> int:
     """Count the members that were away for longer than the patience; no round waits for them."""
     patience_s = state.plan.patience_s
-    return _members(state).indexed("away").count_until(lambda key: key[0] + patience_s > now_s)
+    return members_of(state).indexed("away").count_until(lambda key: key[0] + patience_s > now_s)
 
 
 def _close(state: RunState, round_: Round, now_s: float) -> Step:
-    leases = _leases(round_)
+    leases = leases_of(round_)
     # More devices were asked than are needed, as insurance against slow ones (`asked` >=
     # `devices`).
     enough = not round_.evaluates and len(leases.indexed("counted")) >= state.plan.devices
@@ -404,19 +435,37 @@ def _close(state: RunState, round_: Round, now_s: float) -> Step:
     tells: Effects = ()
     for lease in leases.listed("open"):
         slower = replace(lease, reason="enough others were faster")
-        state, more = _settle(state, slower, Outcome.LATE)
+        state, more = settle(state, slower, Outcome.LATE)
         tells += more
     assert state.round is not None
-    round_, counted = state.round, _counted_leases(round_)
-    short = not round_.evaluates and len(counted) < state.plan.quorum
-    why = f"{len(counted)} updates of {state.plan.quorum} needed" if short else ""
+    counted = len(counted_leases(state.round))
+    short = not round_.evaluates and counted < state.plan.quorum
+    why = f"{counted} updates of {state.plan.quorum} needed" if short else ""
+    state, effects = _end(state, why, now_s)
+    return state, tells + effects
+
+
+def _close_step(state: RunState, round_: Round, now_s: float) -> Step:
+    """Let the cloud take the answers of a masked step that is complete, or give up the round."""
+    assert round_.masked is not None
+    state, effects, why = masked_round.complete(state, round_, round_.masked)
+    if not why:
+        return state, effects
+    state, more = _end_masked(state, why, now_s)
+    return state, effects + more
+
+
+def _end(state: RunState, why: str, now_s: float) -> Step:
+    """End a round whose leases are settled. why: it is given up for this reason, or empty."""
+    assert state.round is not None
+    round_, counted, short = state.round, counted_leases(state.round), bool(why)
     state = replace(state, history=(*state.history, ended(round_, now_s, why)))
     if watches(state) and not round_.evaluates:
         state = watched(state, round_, counted, short=short)
         if is_spoilt(state.watch) and state.good:
-            return _return(state, counted, why, now_s), tells
+            return _return(state, counted, why, now_s), ()
     if short:
-        return _give_up(state, why, now_s), tells
+        return _give_up(state, why, now_s), ()
     if round_.evaluates:
         refusing = [x for x in round_.leases if x.outcome in UNWILLING]
         needs_scores = state.plan.needs_scores and state.rules >= RULES_WITH_PAUSES
@@ -425,9 +474,9 @@ def _close(state: RunState, round_: Round, now_s: float) -> Step:
             state = _unscored(state, refusing, now_s)
         else:
             state = _gather(state, (round_.number + 1, False), now_s)
-        return state, (*tells, Judged(round_.number, counted))
+        return state, (Judged(round_.number, counted),)
     state = replace(state, phase=Phase.REDUCING, since_s=now_s)
-    return state, (*tells, Reduce(round_.number, counted))
+    return state, (Reduce(round_.number, counted),)
 
 
 def _return(state: RunState, counted: tuple[Lease, ...], given_up: str, now_s: float) -> RunState:
@@ -478,100 +527,17 @@ def _because(state: RunState, reason: str) -> RunState:
     return state if state.reason == reason else replace(state, reason=reason)
 
 
-def _members(state: RunState) -> Members:
-    assert isinstance(state.members, Members)
-    return state.members
-
-
-def _leases(round_: Round) -> Leases:
-    assert isinstance(round_.leases, Leases)
-    return round_.leases
-
-
-def _with(state: RunState, member: RunMember) -> RunState:
-    before = _members(state)
-    after = before.with_(member.device, member)
-    return state if after is before else replace(state, members=after)
-
-
 def _away(state: RunState, device: str, since_s: float | None) -> RunState:
     """Record since when a device has been away; it keeps its lease for `patience_s`."""
     lease = open_lease(state, device)
-    return state if lease is None else _put(state, replace(lease, away_s=since_s))
-
-
-def _held(state: RunState, event: Any) -> Lease | None:
-    """Return the open lease of the event's id, if it is this device's."""
-    lease = open_lease(state, event.device)
-    return lease if lease is not None and lease.id == event.lease else None
-
-
-def _put(state: RunState, lease: Lease) -> RunState:
-    assert state.round is not None
-    before = _leases(state.round)
-    if before.of(lease.device) == lease:
-        return state
-    return replace(state, round=replace(state.round, leases=before.with_(lease)))
-
-
-def _settle(state: RunState, lease: Lease, outcome: Outcome) -> Step:
-    """End a lease with that outcome and send its device a new document."""
-    counted, answered = outcome is Outcome.COUNTED, outcome in ANSWERED
-    member = state.members[lease.device]
-    member = replace(
-        member,
-        counted=member.counted + counted,
-        dropped=member.dropped + (not counted),
-        declined=member.declined + (outcome is Outcome.DECLINED),
-        why=member.why if counted else _reason_counts(member.why, lease.reason),
-        # Kept with the member, not the round, so that a device that reconnects later still gets its
-        # answer.
-        settled=Settled(lease=lease.id, counted=counted, reason=lease.reason),
-        missed=0 if answered else member.missed,
-        rests_until=0 if answered else member.rests_until,
-        counted_lease=lease.id if counted else member.counted_lease,
-    )
-    if counted:
-        member = note_counted(state, member)
-    return _with(_put(state, replace(lease, outcome=outcome)), member), (Tell(lease.device),)
-
-
-def _unwanted(state: RunState, event: Arrived | Answered | Scored) -> Step:
-    """Answer a contribution to a closed lease, or a repeated one, and change nothing else."""
-    member = state.members.get(event.device)
-    if member is None:
-        return state, ()
-    if member.settled is None or member.settled.lease != event.lease:
-        reason = "its round is over, or it was never asked"
-        member = replace(
-            member,
-            settled=Settled(lease=event.lease, counted=False, reason=reason),
-            dropped=member.dropped + 1,
-            why=_reason_counts(member.why, reason),
-        )
-    return _with(state, member), (Tell(event.device),)
-
-
-def _reason_counts(why: Mapping[str, int], reason: str) -> Mapping[str, int]:
-    cut = reason[:MAX_WHY_CHARS]
-    # Reasons come from devices: without these limits one of them could fill the state of the run.
-    key = cut if cut in why or len(why) < MAX_WHY else OTHER
-    return {**why, key: why.get(key, 0) + 1}
-
-
-def _open_leases(state: RunState) -> tuple[Lease, ...]:
-    return _leases(state.round).listed("open") if state.round else ()
-
-
-def _counted_leases(round_: Round) -> tuple[Lease, ...]:
-    return _leases(round_).listed("counted")
+    return state if lease is None else put_lease(state, replace(lease, away_s=since_s))
 
 
 # fmt: off
 _LIVE: Final = (Phase.GATHERING, Phase.COLLECTING, Phase.REDUCING, Phase.FINISHING, Phase.STOPPED)
 _ALWAYS: Final[Mapping[type, Rule]] = {
     Joined: _join, Left: _leave, Restarted: _restart, Refused: _refuse, Failed: _fail,
-    Arrived: _unwanted, Answered: _unwanted, Scored: _unwanted,
+    Arrived: unwanted, Answered: unwanted, Scored: unwanted, Masked: unwanted,
 }
 RULES: Final[Mapping[tuple[Phase, type], Rule]] = {
     **{(phase, event): rule for phase in _LIVE for event, rule in _ALWAYS.items()},
@@ -581,6 +547,8 @@ RULES: Final[Mapping[tuple[Phase, type], Rule]] = {
     (Phase.COLLECTING, Answered): _answer,
     (Phase.COLLECTING, Scored):   _score,
     (Phase.COLLECTING, Declined): _refuse,
+    (Phase.COLLECTING, Masked):   masked_round.take_answer,
+    (Phase.COLLECTING, Exchanged): _exchange,
     (Phase.COLLECTING, Tick):     _tick,
     (Phase.REDUCING, Reduced):    _reduce,
     (Phase.FINISHING, Finished):  _finish,

@@ -11,19 +11,16 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, ClassVar, Final
 
-from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.limits import Norms
+from triplane.unified_ir.federated.core.masked_step import (
+    MaskedProgress,
+    MaskedStep,
+    StepAnswer,
+)
+from triplane.unified_ir.federated.core.run_plan import ADDED, RunPlan
 from triplane.unified_ir.federated.core.sorted_map import Index, Records, SortedMap
 from triplane.unified_ir.federated.core.spoilt import NO_LOSSES, LossWatch
 from triplane.unified_ir.federated.privacy.budget import RunBudget
-
-OMIT_DEFAULT: Final = "omit_default"
-"""Metadata of a field that is only stored with another value than its default.
-
-Such a field can be added without a change of what is stored already, which an earlier release can
-read only without it.
-"""
-ADDED: Final = {OMIT_DEFAULT: True}
 
 
 class Phase(StrEnum):
@@ -60,47 +57,6 @@ RULES_WITH_RESTS: Final = 3
 """Rules that did not look at the loss over devices."""
 NEWEST_RULES: Final = 4
 """Rules of new runs. The events of a run are always replayed by the rules with which it began."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunPlan:
-    """The plan of a run; see `Cohort` in federation.proto.
-
-    devices: updates that complete a round. asked: leases given for it, at least `devices`.
-    quorum: least number of updates at the deadline; with fewer the round is abandoned.
-    evaluate_every: 0 to evaluate after the last round only. needs_scores: whether an evaluation
-    that every device declines stops the run; it is off with an external strategy, because the apps
-    of the devices' owners often cannot evaluate. returns: how often the run may return from a
-    spoilt state to its last good one; see `spoilt`. budget: of a run with differential privacy,
-    before its first round; it allows all `rounds`. clip: the norm of changes in its first round.
-    """
-
-    rounds: int
-    devices: int
-    asked: int
-    quorum: int
-    deadline_s: float
-    patience_s: float
-    evaluate_every: int = 0
-    seed: int = 0
-    needs_scores: bool = True
-    returns: int = field(default=0, metadata=ADDED)
-    budget: RunBudget | None = field(default=None, metadata=ADDED)
-    clip: float = field(default=0.0, metadata=ADDED)
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.quorum <= self.devices <= self.asked or self.rounds < 1:
-            raise InvalidInput(
-                "a round needs 1 <= quorum <= devices <= asked, and a run 1 round; got quorum "
-                f"{self.quorum}, devices {self.devices}, asked {self.asked}, rounds {self.rounds}"
-            )
-        if not (self.deadline_s > 0 and 0 <= self.patience_s < math.inf):
-            raise InvalidInput(
-                f"a deadline must be positive and patience not negative, got {self.deadline_s} s "
-                f"and {self.patience_s} s"
-            )
-        if self.budget is not None and self.budget.most_rounds(self.rounds) < self.rounds:
-            raise InvalidInput(f"{self.rounds} rounds do not fit into the budget {self.budget}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +152,8 @@ class Update:
 class Lease:
     """One device's work in one round. away_s: when its stream closed; None while it is open.
 
-    bytes_down: bytes that the device was sent for it.
+    bytes_down: bytes that the device was sent for it. Of a masked round: due is the step that it
+    has to answer, answers has those that came, and the cloud took those up to the step `taken`.
     """
 
     id: str
@@ -206,6 +163,9 @@ class Lease:
     away_s: float | None = None
     reason: str = ""
     bytes_down: int = 0
+    due: MaskedStep | None = field(default=None, metadata=ADDED)
+    taken: MaskedStep | None = field(default=None, metadata=ADDED)
+    answers: tuple[StepAnswer, ...] = field(default=(), metadata=ADDED)
 
 
 class _LeasesByDevice(Records[Lease]):
@@ -213,6 +173,7 @@ class _LeasesByDevice(Records[Lease]):
     # fmt: off
     indexes: ClassVar[Mapping[str, Index]] = {
         "open":    lambda x: x.device if x.outcome is Outcome.OPEN else None,
+        "waiting": lambda x: x.device if x.outcome is Outcome.OPEN and x.due else None,
         "counted": lambda x: x.device if x.outcome is Outcome.COUNTED else None,
         "away":    lambda x: None if x.outcome is not Outcome.OPEN or x.away_s is None
                    else (x.away_s, x.device),
@@ -223,8 +184,8 @@ class _LeasesByDevice(Records[Lease]):
 class Leases(Sequence[Lease]):
     """Leases in the order of device names, one for each device.
 
-    Indexes: open and counted have the devices with such a lease; away (since when, device) of the
-    open ones.
+    Indexes: open and counted have the devices with such a lease, waiting those of open ones whose
+    answer to a masked step is due; away (since when, device) of the open ones.
     """
 
     __slots__ = ("_by_device",)
@@ -276,7 +237,7 @@ class Leases(Sequence[Lease]):
 class Round:
     """The current round. leases: by device name. attempt: rounds abandoned in a row before it.
 
-    population: members that could learn when it opened, connected or not.
+    population: members that could learn when it opened, connected or not. masked: its present step.
     """
 
     number: int
@@ -285,6 +246,7 @@ class Round:
     opened_s: float
     leases: Sequence[Lease]
     population: int = field(default=0, metadata=ADDED)
+    masked: MaskedProgress | None = field(default=None, metadata=ADDED)
 
     def __post_init__(self) -> None:
         if not isinstance(self.leases, Leases):
@@ -327,7 +289,9 @@ class RunState:
     epoch: of the newest restart; "" before the first. watch: of the loss over devices. good: blob
     of the newest state that it judged good, or empty. fresh_optimizer: whether the next reduction
     begins without the optimizer's slots, which are of a spoilt state. charged: rounds charged to
-    the plan's budget. clip: norm of changes in the next round, where it follows the updates.
+    the plan's budget. clip: norm of changes in the next round, where it follows the updates. spent:
+    devices that masked an update for the present shared state, by name; they contribute for no
+    state twice.
     """
 
     plan: RunPlan
@@ -351,6 +315,7 @@ class RunState:
     fresh_optimizer: bool = field(default=False, metadata=ADDED)
     charged: int = field(default=0, metadata=ADDED)
     clip: float = field(default=0.0, metadata=ADDED)
+    spent: tuple[str, ...] = field(default=(), metadata=ADDED)
 
     def __post_init__(self) -> None:
         if not isinstance(self.members, Members):
@@ -429,6 +394,29 @@ class Answered(_OfLease):
 
     update: Update
     bytes_down: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Masked(_OfLease):
+    """An answer to a step of a masked round, durable but not read."""
+
+    answer: StepAnswer
+    bytes_down: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchanged:
+    """The answers to a step of a masked round were taken, and there is something for each device.
+
+    refused: why an answer was not taken, by device. failure: why the round cannot go on, or empty.
+    """
+
+    at_s: float
+    number: int
+    attempt: int
+    step: MaskedStep
+    refused: Mapping[str, str]
+    failure: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -528,6 +516,8 @@ Event = (
     | Asked
     | Arrived
     | Answered
+    | Masked
+    | Exchanged
     | Scored
     | Refused
     | Declined
@@ -559,6 +549,16 @@ class Reduce:
 
 
 @dataclass(frozen=True, slots=True)
+class Exchange:
+    """Take the answers of these leases to a step of a masked round; then `Exchanged`."""
+
+    number: int
+    attempt: int
+    step: MaskedStep
+    leases: tuple[Lease, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Judged:
     """An evaluating round is over, with these leases; no event follows."""
 
@@ -571,5 +571,5 @@ class Finish:
     """Register the result; then `Finished`."""
 
 
-Effect = Tell | Reduce | Judged | Finish
+Effect = Tell | Reduce | Exchange | Judged | Finish
 Effects = tuple[Effect, ...]

@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Final
 
-from triplane.unified_ir.federated.core.run import Lease, Members, RunMember, RunState
+from triplane.unified_ir.federated.core.lease_changes import members_of
+from triplane.unified_ir.federated.core.run import Lease, RunState
 from triplane.unified_ir.federated.core.sorted_map import SortedMap
 
 MAX_NAMED: Final = 5
@@ -25,7 +26,7 @@ NEVER: Final = (1 << 31) - 1
 
 def learners(state: RunState) -> SortedMap[Any, str]:
     """Return the connected devices that may learn in the present round, by (rests_until, name)."""
-    members = _members(state)
+    members = members_of(state)
     able = members.indexed("learners")
     for name in _barred(state):
         able = able.without((members[name].rests_until, name))
@@ -49,7 +50,7 @@ def chosen(state: RunState, able: Iterable[tuple[int, str]]) -> list[str]:
 
 def waits_for(able: int, state: RunState, *, evaluates: bool) -> str:
     """Return why a round does not open yet. able: connected devices that may be asked."""
-    away = list(itertools.islice(_members(state).indexed("absent"), MAX_NAMED))
+    away = list(itertools.islice(members_of(state).indexed("absent"), MAX_NAMED))
     wanted = "" if evaluates else f" of {state.plan.asked}"
     text = f"{able}{wanted} devices are connected"
     barred = 0 if evaluates else len(_barred(state))
@@ -77,16 +78,9 @@ def lacks_population(state: RunState) -> str:
     )
 
 
-def note_counted(state: RunState, member: RunMember) -> RunMember:
-    """Return the member after its update counted in the present round."""
-    if state.plan.budget is None or state.round is None or state.round.evaluates:
-        return member
-    return replace(member, used_round=state.round.number)
-
-
 def note_published(state: RunState, leases: Iterable[Lease]) -> RunState:
     """Return the state after the sum of these leases was published."""
-    budget, members = state.plan.budget, _members(state)
+    budget, members = state.plan.budget, members_of(state)
     if budget is None:
         return state
     for lease in leases:
@@ -102,12 +96,7 @@ def _barred(state: RunState) -> list[str]:
     budget, number = state.plan.budget, state.turn[0]
     if budget is None:
         return []
-    used = _members(state).indexed("used")
+    used = members_of(state).indexed("used")
     early = used.count_until(lambda key: key[0] > number - budget.separation)
     later = itertools.islice(used, early, None)
     return [name for round_, name in later if round_ != number]
-
-
-def _members(state: RunState) -> Members:
-    assert isinstance(state.members, Members)
-    return state.members

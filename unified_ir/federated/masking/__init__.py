@@ -31,5 +31,6 @@ if TYPE_CHECKING:
     )
     from triplane.unified_ir.federated.masking.primitives import EcdsaSigner as EcdsaSigner
     from triplane.unified_ir.federated.masking.primitives import EcdsaVerifier as EcdsaVerifier
+    from triplane.unified_ir.federated.masking.primitives import roster_verifier as roster_verifier
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

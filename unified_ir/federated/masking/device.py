@@ -174,13 +174,7 @@ class MaskingDevice:
             self_masks={i: shares[0] for i, shares in received.items() if i in alive},
             mask_keys={i: shares[1] for i, shares in received.items() if i not in alive},
         )
-        both = tuple(sorted(revealed.self_masks)), tuple(sorted(revealed.mask_keys))
-
-        def change(ledger: MaskingLedger) -> MaskingLedger:
-            entry = replace(self._entry(ledger), self_masks=both[0], mask_keys=both[1])
-            return ledger.with_(self._terms, entry)
-
-        self._store.update(change)
+        self._check_signed(self._store.load())
         return self._answer("unmask", request, revealed)
 
     def _signed_keys(self) -> Advertisement:
@@ -285,6 +279,15 @@ class MaskingDevice:
         terms, digest = self._terms, self._session.digest.hex()
         entry = LedgerEntry(round=terms.round, attempt=terms.attempt, session=digest)
         return ledger.with_(terms, entry)
+
+    def _check_signed(self, ledger: MaskingLedger) -> None:
+        """Raise Conflict unless the ledger has the list of survivors that decides the shares.
+
+        It is on the disk since `sign`, so no process of this device ever reveals by another list.
+        """
+        signed = self._session.survivor_statement(self._sharers, self._survivors)
+        if self._entry(ledger).survivors != hashlib.sha256(signed).hexdigest():
+            _refuse_second("sign")
 
     def _entry(self, ledger: MaskingLedger) -> LedgerEntry:
         """Return this round's entry. Conflict if the ledger lacks it or has another session's."""

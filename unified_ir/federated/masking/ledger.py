@@ -20,16 +20,14 @@ from triplane.unified_ir.federated.masking.messages import MaskingTerms
 class LedgerEntry:
     """One contribution. session, survivors: digests in hexadecimal.
 
-    survivors: the list that was signed, or "". self_masks, mask_keys: positions of the neighbours
-    of which a share was revealed.
+    survivors: the list that was signed, or "". It decides which share of each neighbour may be
+    revealed.
     """
 
     round: int
     attempt: int
     session: str
     survivors: str = ""
-    self_masks: tuple[int, ...] = ()
-    mask_keys: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +88,7 @@ class LedgerStore(Protocol):
 
 
 def _entry(values: Mapping[str, object]) -> LedgerEntry:
-    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-    return LedgerEntry(**fields)  # type: ignore[arg-type]
+    return LedgerEntry(**values)  # type: ignore[arg-type]
 
 
 def ledger_key(terms: MaskingTerms) -> tuple[str, str]:

@@ -26,6 +26,8 @@ MIN_COHORT: Final = 3
 MAX_COHORT: Final = 10_000
 COMPLETE_UP_TO: Final = 64
 """Cohorts of up to as many devices use the complete graph, which needs no assumption on chance."""
+ROUNDING: Final = 1e-9
+"""1/3 of 99 is 33 also where the product is rounded to less."""
 GRINDING_TRIES: Final = 2**80
 """Graphs that a cloud may try: a colluding device can make round keys until the graph suits it.
 
@@ -80,12 +82,13 @@ def choose_parameters(
 ) -> MaskingParameters:
     """Return the parameters with the fewest neighbours for a cohort of `devices`.
 
-    lost_share and colluding_share: of the cohort, in [0, 1). failure: probability that the bounds
-    on neighbours do not hold, in (0, 1). InvalidInput if the cohort is smaller than `least` or if
+    lost_share and colluding_share: of the cohort, in [0, 1), rounded down and up: 5 percent of 10
+    devices are none lost and one colluding. failure: probability that the bounds on neighbours do
+    not hold, in (0, 1). InvalidInput if the cohort is smaller than `least` or if
     not even the complete graph satisfies both bounds.
     """
     _check(devices, least, lost_share, colluding_share, failure)
-    colluding = _share_of(devices, colluding_share)
+    colluding = math.ceil(colluding_share * devices - ROUNDING)
     # A sum of one honest device and the colluders' own updates would be that device's update.
     least = max(least, colluding + 2)
     if devices < least:
@@ -93,7 +96,7 @@ def choose_parameters(
             f"masking needs a cohort of at least {least} devices (with {colluding} colluding), got "
             f"{devices}; ask more devices"
         )
-    lost = min(_share_of(devices, lost_share), devices - least)
+    lost = min(math.floor(lost_share * devices + ROUNDING), devices - least)
     quorum = (devices + colluding) // 2 + 1
     chosen = _fewest_neighbours(devices, lost, colluding, Fraction(failure))
     if chosen is None or devices - lost < quorum:
@@ -127,11 +130,6 @@ def _check(devices: int, least: int, lost: float, colluding: float, failure: flo
             "shares of lost and colluding devices are in [0, 1) and the failure probability is in "
             f"(0, 1), got {lost}, {colluding} and {failure}"
         )
-
-
-def _share_of(devices: int, share: float) -> int:
-    # 1/3 of 99 is 33 also where the product is rounded to less.
-    return math.floor(share * devices + 1e-9)
 
 
 def _fewest_neighbours(

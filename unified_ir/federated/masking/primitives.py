@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from triplane.proto.errors import Corrupt, InvalidInput, MissingExtra
+from triplane.proto.roster import Roster
 
 try:
-    from cryptography.exceptions import InvalidSignature, InvalidTag
+    from cryptography.exceptions import InvalidSignature, InvalidTag, UnsupportedAlgorithm
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec, x25519
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -57,6 +58,27 @@ class EcdsaSigner:
         _check_curve(key.curve, "this device")
         self._key = key
 
+    @classmethod
+    def from_pem(cls, pem: bytes) -> EcdsaSigner:
+        """Return the signer with a key in PKCS #8 PEM without a password, such as `key.pem`.
+
+        Corrupt if it is none.
+        """
+        try:
+            key = serialization.load_pem_private_key(pem, password=None)
+        except (ValueError, TypeError) as error:
+            raise Corrupt(f"the identity key cannot be read: {error}") from error
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise InvalidInput(f"an identity key is ECDSA P-256, this is a {type(key).__name__}")
+        return cls(key)
+
+    @property
+    def public_der(self) -> bytes:
+        """The public key as SubjectPublicKeyInfo in DER."""
+        return self._key.public_key().public_bytes(
+            serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+        )
+
     def sign(self, data: bytes) -> bytes:
         """Return the signature in DER."""
         return self._key.sign(data, ec.ECDSA(hashes.SHA256()))
@@ -83,10 +105,30 @@ class EcdsaVerifier:
         return True
 
 
+def roster_verifier(roster: Roster, keys: Mapping[str, bytes]) -> EcdsaVerifier:
+    """Return a verifier for the devices of a cohort, all of which must be in the roster.
+
+    keys: by the name of each device in the round, SubjectPublicKeyInfo in DER, on the cloud's word.
+    roster: one that has not expired. InvalidInput names a device outside of the roster, or two that
+    have one key, so that neither the cloud nor one dishonest device can appear as several.
+    """
+    names: dict[bytes, str] = {}
+    for device, der in keys.items():
+        if not roster.holds(der):
+            raise InvalidInput(f"{device[:80]!r} is no device of the {roster.summary}")
+        other = names.setdefault(der, device)
+        if other != device:
+            raise InvalidInput(
+                f"{other[:80]!r} and {device[:80]!r} have the same identity key, and a device "
+                "counts once"
+            )
+    return EcdsaVerifier(keys)
+
+
 def _public_key(device: str, der: bytes) -> ec.EllipticCurvePublicKey:
     try:
         key = serialization.load_der_public_key(der)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise InvalidInput(
             f"the identity key of {device!r} is not a public key in DER: {error}"
         ) from error

@@ -11,6 +11,11 @@ from collections.abc import Mapping, Sized
 
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.masking.encoding import (
+    EncodedSection,
+    UpdateEncoding,
+    range_for,
+)
 from triplane.unified_ir.federated.masking.integers import MaskedField
 from triplane.unified_ir.federated.masking.messages import (
     MAX_FIELDS,
@@ -68,6 +73,20 @@ def terms_of(message: pb.MaskingTerms, *, run: str, round_: int, base: bytes) ->
         colluding_share=message.colluding_share,
         failure=message.failure,
     )
+
+
+def encoding_of(message: pb.MaskingEncoding, parameters: int, buffers: int) -> UpdateEncoding:
+    """Return the encoding of updates with so many entries of parameters and of float buffers.
+
+    Device and cloud derive it alike: a section for each kind that has entries, parameters first.
+    """
+    pairs = ((parameters, message.norm), (buffers, message.buffer_norm))
+    sections = tuple(
+        EncodedSection(entries, range_for(norm, entries), message.bits)
+        for entries, norm in pairs
+        if entries
+    )
+    return UpdateEncoding(sections, cap=message.cap, seed=message.seed)
 
 
 def advertisement_message(advertisement: Advertisement, identity_key: bytes) -> pb.Advertisement:
@@ -138,6 +157,16 @@ def delivery_of(message: pb.ShareDelivery) -> ShareDelivery:
     _check_count(message.sharers)
     _check_count(message.sealed)
     return ShareDelivery(sharers=tuple(message.sharers), sealed=dict(message.sealed))
+
+
+def input_message(masked: MaskedInput, blob: pb.Blob | None = None) -> pb.MaskedInput:
+    """Return a masked input. blob: the name of its bytes, if they are not in the message."""
+    message = pb.MaskedInput(position=masked.position, signature=masked.signature)
+    if blob is None:
+        message.data = masked.data
+    else:
+        message.blob.CopyFrom(blob)
+    return message
 
 
 def input_of(message: pb.MaskedInput, data: bytes) -> MaskedInput:

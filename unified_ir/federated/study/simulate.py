@@ -35,6 +35,7 @@ from triplane.unified_ir.federated.core.draws import Array, Draws
 from triplane.unified_ir.federated.core.episodes import check_ways
 from triplane.unified_ir.federated.core.learn import LOSS, Shard, Work
 from triplane.unified_ir.federated.core.rules import step
+from triplane.unified_ir.federated.core.run_plan import RunPlan
 from triplane.unified_ir.federated.privacy.clipping import clip
 from triplane.unified_ir.federated.privacy.settings import DifferentialPrivacy
 from triplane.unified_ir.federated.study import masked_sums
@@ -281,7 +282,7 @@ class _Simulation:
         study = self.study
         count = self._count()
         # Every device that is asked reports at once, so quorum, deadline and patience never matter.
-        plan = machine.RunPlan(
+        plan = RunPlan(
             rounds=study.rounds, devices=count, asked=count, quorum=1, deadline_s=1.0,
             patience_s=0.0, evaluate_every=study.evaluate_every, seed=study.seed,
             returns=study.robustness.returns,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
 
-from triplane.unified_ir.federated.core import rules
+from triplane.unified_ir.federated.core import lease_changes, rules
 from triplane.unified_ir.federated.core.rules import lease_id
 from triplane.unified_ir.federated.core.run import (
     NEWEST_RULES,
@@ -22,7 +23,6 @@ from triplane.unified_ir.federated.core.run import (
     Refused,
     Restarted,
     Resumed,
-    RunPlan,
     RunState,
     Score,
     Scored,
@@ -30,9 +30,10 @@ from triplane.unified_ir.federated.core.run import (
     Tick,
     Update,
 )
+from triplane.unified_ir.federated.core.run_plan import RunPlan
 
 step: Any = rules.step
-open_lease: Any = rules.open_lease
+open_lease: Any = lease_changes.open_lease
 DEVICES = ("ada", "bea", "cem", "dia", "eli")
 
 
@@ -102,6 +103,25 @@ def judging(rules=NEWEST_RULES):
     state, _ = begun(rounds=1)
     state, _ = all_arrive(replace(state, rules=rules))
     return step(state, Reduced(at_s=2.0, number=1, shared="s1"))[0]
+
+
+def opcodes(run, *arguments):
+    """(what it gives, instructions of Python that it took)."""
+    taken = 0
+
+    def trace(frame, kind, _):
+        nonlocal taken
+        frame.f_trace_opcodes = True
+        taken += kind == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        found = run(*arguments)
+    finally:
+        sys.settrace(before)
+    return found, taken
 
 
 NAMES = st.sampled_from(DEVICES)

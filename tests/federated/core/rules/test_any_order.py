@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from tests.federated.core.rules.runs import (
     begun,
     events,
     fresh,
+    opcodes,
     open_lease,
     plan,
     reduces,
@@ -142,25 +142,6 @@ def test_an_event_that_changes_nothing_gives_the_same_state(found, version):
 
 COUNTED = 4
 """Events whose work is counted, the last of as many as there are devices."""
-
-
-def opcodes(run, *arguments):
-    """(what it gives, instructions of Python that it took)."""
-    taken = 0
-
-    def trace(frame, kind, _):
-        nonlocal taken
-        frame.f_trace_opcodes = True
-        taken += kind == "opcode"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        found = run(*arguments)
-    finally:
-        sys.settrace(before)
-    return found, taken
 
 
 def work_of(machine, size):

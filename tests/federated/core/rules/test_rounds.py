@@ -20,7 +20,8 @@ from tests.federated.core.rules.runs import (
 )
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.federated.core.rules import MAX_WHY, OTHER, due_s
+from triplane.unified_ir.federated.core.lease_changes import MAX_WHY, OTHER
+from triplane.unified_ir.federated.core.rules import due_s
 from triplane.unified_ir.federated.core.run import (
     RULES_OF_OLD,
     Joined,

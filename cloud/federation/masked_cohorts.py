@@ -1,0 +1,260 @@
+"""The masked rounds of live runs: their terms, their cohorts, and what their devices are asked.
+
+The answers of devices are on the disk before a run's journal names them. A cohort is computed from
+those that were taken; a process that was killed does so again before it greets any device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from triplane.cloud.federation.journal import RunRecord
+from triplane.cloud.federation.live import MakeEvent
+from triplane.cloud.federation.masked_cohort import CohortMean, GivenAnswer, MaskedCohort
+from triplane.cloud.federation.run_projection import RunProjection, Turn, turn_of
+from triplane.cloud.federation.update_store import UpdateStore, printable
+from triplane.proto import federation_pb2 as pb
+from triplane.proto.blobs import BlobFolder
+from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError
+from triplane.proto.roster import Roster
+from triplane.unified_ir.federated.core.draws import Array
+from triplane.unified_ir.federated.core.files import Like, like_of, read_state
+from triplane.unified_ir.federated.core.learn import BUFFER, PARAMETER, shared
+from triplane.unified_ir.federated.core.masked_round import answer_of, has_taken
+from triplane.unified_ir.federated.core.masked_step import STEPS, MaskedStep
+from triplane.unified_ir.federated.core.run import (
+    Exchange,
+    Exchanged,
+    Lease,
+    RunState,
+)
+from triplane.unified_ir.federated.masking import MaskingTerms, UpdateEncoding, wire
+from triplane.unified_ir.federated.masking.encoding import LEVEL_BITS, MAX_CAP
+from triplane.unified_ir.federated.masking.integers import packed_bytes
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTerms:
+    """What a round's devices agree on. norms: of each section. message: without `asks`."""
+
+    terms: MaskingTerms
+    encoding: UpdateEncoding
+    norms: tuple[float, ...]
+    message: pb.MaskingStep
+
+    def input_bytes(self, cohort: int) -> int:
+        """Return the length of a masked input in a cohort."""
+        fields = self.terms.fields
+        return sum(packed_bytes(field.entries, field.width(cohort)) for field in fields)
+
+
+@dataclass(slots=True)
+class _OpenCohort:
+    """The masked round that a run is in. cohort: None until an answer was taken."""
+
+    turn: Turn
+    terms: RoundTerms
+    cohort: MaskedCohort | None = None
+
+
+class MaskedCohorts:
+    """The masked rounds of this process, one for each run.
+
+    blobs: holds the states. roster: returns the signed roster of devices that is valid now.
+    """
+
+    def __init__(
+        self, updates: UpdateStore, blobs: BlobFolder, roster: Callable[[], Roster | None]
+    ) -> None:
+        self._updates, self._blobs, self.roster = updates, blobs, roster
+        self._open: dict[str, _OpenCohort] = {}
+        self._likes: dict[str, Like] = {}
+
+    async def take_up(self, record: RunRecord, projection: RunProjection) -> None:
+        """Compute the cohort of a run's open round again, as an earlier process had it."""
+        state = projection.state
+        if state.round is None or state.round.masked is None:
+            return
+        try:
+            await asyncio.to_thread(self._replayed, record, state)
+        except TriplaneError:
+            # The round cannot go on; the exchange finds that again and gives it up.
+            logger.exception("masked round not taken up", extra={"run_id": record.id})
+
+    async def exchange(
+        self, record: RunRecord, projection: RunProjection, order: Exchange
+    ) -> MakeEvent:
+        """Take the answers of a step; return the event `Exchanged`."""
+        refused: Mapping[str, str] = {}
+        try:
+            refused, failure = await asyncio.to_thread(
+                self._exchange, record, projection.state, order
+            )
+        except (Corrupt, InvalidInput, NotFound) as error:  # an answer cannot be read back
+            failure = str(error)
+        reasons = {device: printable(reason) for device, reason in refused.items()}
+        facts = {"run_id": record.id, "round": order.number, "step": order.step.value}
+        logger.info("masked step", extra={**facts, "refused": len(reasons), "failure": failure})
+        return lambda _, at_s: Exchanged(
+            at_s=at_s,
+            number=order.number,
+            attempt=order.attempt,
+            step=order.step,
+            refused=reasons,
+            failure=printable(failure),
+        )
+
+    def asks(self, record: RunRecord, state: RunState, device: str) -> pb.MaskingStep | None:
+        """Return the present step of a device that is in a masked round; None if it has none."""
+        round_ = state.round
+        if round_ is None or round_.masked is None:
+            return None
+        known = self._of(record, state)
+        if round_.masked.step is MaskedStep.KEYS:
+            body: pb.MaskingStep | None = pb.MaskingStep(keys=pb.AdvertiseKeys())
+        else:
+            body = known.cohort.asks(round_.masked.step, device) if known.cohort else None
+        if body is not None:
+            body.MergeFrom(known.terms.message)
+        return body
+
+    def terms(self, record: RunRecord, state: RunState) -> RoundTerms:
+        """Return the terms of the run's open masked round."""
+        return self._of(record, state).terms
+
+    def mean(self, record: RunRecord, state: RunState) -> tuple[dict[str, Array], CohortMean]:
+        """Return the mean change of a round that is reduced, by tensor; for a thread."""
+        known = self._of(record, state)
+        cohort = known.cohort
+        if cohort is None or cohort.is_at(MaskedStep.REVEALS):
+            cohort = self._replayed(record, state)
+        like, mean = self._like(record), cohort.mean
+        change: dict[str, Array] = {}
+        kinds = [names for names in _sections(record, like) if names]
+        for names, vector in zip(kinds, mean.sections, strict=True):
+            sizes = [int(np.prod(like[name][1])) for name in names]
+            parts = np.split(vector, np.cumsum(sizes)[:-1])
+            change |= {n: x.reshape(like[n][1]) for n, x in zip(names, parts, strict=True)}
+        return change, mean
+
+    def forget_before(self, run: str, turn: Turn | None) -> None:
+        """Drop the round of a run unless it is the one of this turn."""
+        known = self._open.get(run)
+        if known is not None and known.turn != turn:
+            del self._open[run]
+
+    def _of(self, record: RunRecord, state: RunState) -> _OpenCohort:
+        turn = turn_of(state.round)
+        assert turn is not None
+        known = self._open.get(record.id)
+        if known is None or known.turn != turn:
+            known = self._open[record.id] = _OpenCohort(turn, self._terms(record, state))
+        return known
+
+    def _exchange(
+        self, record: RunRecord, state: RunState, order: Exchange
+    ) -> tuple[dict[str, str], str]:
+        known = self._of(record, state)
+        if known.cohort is None or not known.cohort.is_at(order.step):
+            self._replayed(record, state)
+        assert known.cohort is not None
+        answers = [self._answer(record, lease, order.step) for lease in order.leases]
+        return known.cohort.take(order.step, answers)
+
+    def _replayed(self, record: RunRecord, state: RunState) -> MaskedCohort:
+        """Compute the cohort from the answers that were taken."""
+        known, round_ = self._of(record, state), state.round
+        assert round_ is not None
+        terms = known.terms
+        cohort = MaskedCohort(terms.terms, terms.encoding, terms.norms)
+        for step in STEPS:
+            taken = [x for x in round_.leases if has_taken(x, step) and answer_of(x, step)]
+            if taken:
+                cohort.take(step, [self._answer(record, lease, step) for lease in taken])
+        known.cohort = cohort
+        return cohort
+
+    def _answer(self, record: RunRecord, lease: Lease, step: MaskedStep) -> GivenAnswer:
+        answer = answer_of(lease, step)
+        assert answer is not None
+        message = pb.MaskingAnswer.FromString(self._updates.small(record.id, answer.blob))
+        data = message.input.data
+        if answer.file:
+            data = self._updates.folder.find(bytes.fromhex(answer.file)).read_bytes()
+        return GivenAnswer(lease.device, message, data)
+
+    def _terms(self, record: RunRecord, state: RunState) -> RoundTerms:
+        spec, round_, prepared = record.spec, state.round, record.prepared
+        assert prepared is not None
+        assert round_ is not None
+        assert round_.masked is not None
+        like = self._like(record)
+        parameters, buffers = (
+            sum(int(np.prod(like[name][1])) for name in names) for names in _sections(record, like)
+        )
+        norm = float(spec.robustness.norm_bound)
+        encoding = pb.MaskingEncoding(
+            norm=norm,
+            buffer_norm=norm,
+            bits=LEVEL_BITS,
+            cap=_cap(record, round_.masked.cap),
+            seed=_seed(state),
+        )
+        parsed = wire.encoding_of(encoding, parameters, buffers)
+        masking = spec.masking
+        terms = MaskingTerms(
+            run=record.id,
+            base=bytes.fromhex(state.shared),
+            round=round_.number,
+            attempt=round_.attempt,
+            fields=parsed.fields,
+            least=masking.least,
+            lost_share=masking.lost_share,
+            colluding_share=masking.colluding_share,
+            failure=masking.failure,
+        )
+        message = pb.MaskingStep(terms=wire.terms_message(terms), encoding=encoding)
+        return RoundTerms(terms, parsed, (norm,) * len(parsed.sections), message)
+
+    def _like(self, record: RunRecord) -> Like:
+        if record.id not in self._likes:
+            prepared = record.prepared
+            assert prepared is not None
+            path = self._blobs.find(bytes.fromhex(prepared.state))
+            state = read_state(path, plan=prepared.plan_digest, verified=True)
+            self._likes[record.id] = like_of(state)
+        return self._likes[record.id]
+
+
+def _sections(record: RunRecord, like: Like) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of the parameters and of the float buffers, in the order of an update."""
+    assert record.prepared is not None
+    roles = record.prepared.roles
+    names = [name for name in shared(roles) if name in like]
+    parameters, buffers = (
+        tuple(n for n in names if roles[n] == role) for role in (PARAMETER, BUFFER)
+    )
+    return parameters, buffers
+
+
+def _cap(record: RunRecord, offered: int) -> int:
+    """Return the examples that count at most; 1 where devices count alike."""
+    assert record.prepared is not None
+    if record.prepared.weighting == "equal":
+        return 1
+    return min(record.spec.robustness.max_examples or offered, MAX_CAP)
+
+
+def _seed(state: RunState) -> int:
+    """Return the seed of a round's public rotation."""
+    assert state.round is not None
+    text = f"{state.run}\n{state.plan.seed}\n{state.round.number}\n{state.round.attempt}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

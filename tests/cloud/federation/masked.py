@@ -1,0 +1,206 @@
+"""Devices that take part in masked rounds over the real protocol, and the runs for them."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from tests.cloud.federation.given import Device, Kept, start_request, work_of
+
+from triplane.proto import federation_pb2 as pb
+from triplane.proto.errors import Conflict, InvalidInput
+from triplane.unified_ir.federated.core import learn
+from triplane.unified_ir.federated.masking import (
+    EcdsaSigner,
+    EcdsaVerifier,
+    MaskingDevice,
+    MaskingLedger,
+    wire,
+)
+
+NORM = 0.5
+STEPS = ("keys", "share", "mask", "sign", "unmask")
+
+
+def masked_request(
+    devices=3, *, lost_share=None, colluding_share=0.0, phase_s=20.0, norm=NORM, **fields
+):
+    """A masked run of so many devices."""
+    masking = pb.MaskedRounds(colluding_share=colluding_share, phase_s=phase_s)
+    if lost_share is not None:
+        masking.lost_share = lost_share
+    masking.least = fields.pop("least", 3)
+    cohort = {"devices": devices, "quorum": 1.0} | fields.pop("cohort", {})
+    robustness = pb.Robustness(norm_bound=str(norm))
+    return start_request(masking=masking, cohort=cohort, robustness=robustness, **fields)
+
+
+class MemoryLedger:
+    """A ledger in memory, which is what a device keeps over restarts."""
+
+    def __init__(self):
+        self.ledger = MaskingLedger()
+
+    def load(self):
+        return self.ledger
+
+    def update(self, change):
+        self.ledger = change(self.ledger)
+
+
+@dataclass
+class Secrets:
+    """What a device keeps of one masked round. change: after clipping, as float32.
+
+    sections: the names of each section of the update.
+    """
+
+    device: MaskingDevice
+    verifier: dict
+    vectors: tuple
+    change: dict
+    examples: int
+    sections: list[list[str]]
+
+
+@dataclass
+class MaskedDevice(Device):
+    """Learns and masks. lost: the step from which on it is silent, by round. answers: all sent.
+
+    twist: changes an answer before it is sent. lies: masks the largest integers instead of its
+    update. in_the_clear: sends its update as if the round were not masked.
+    """
+
+    lost: dict[int, str] = field(default_factory=dict)
+    ledger: MemoryLedger = field(default_factory=MemoryLedger)
+    open: dict[bytes, Secrets] = field(default_factory=dict)
+    answers: list[tuple[pb.Task, pb.Contribution]] = field(default_factory=list)
+    twist: Any = None
+    lies: bool = False
+    in_the_clear: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.signer = EcdsaSigner.from_pem(self.identity.key_pem)
+
+    async def _obey(self):
+        done = set()
+
+        def key(task):
+            return task.lease, task.masking.WhichOneof("asks")
+
+        while True:
+            await self.until(lambda w: any(key(t) not in done for t in w.tasks))
+            task = next(t for t in self.work.tasks if key(t) not in done)
+            done.add(key(task))
+            step = key(task)[1]
+            if step is None or self.in_the_clear:
+                await self._worked(task)
+                continue
+            lost = self.lost.get(task.round)
+            if lost is not None and STEPS.index(step) >= STEPS.index(lost):
+                continue
+            await self._answered(task, step)
+
+    async def _answered(self, task, step):
+        try:
+            message = await asyncio.to_thread(self.answer, task, step)
+        except (InvalidInput, Conflict) as error:
+            sent = pb.Contribution(run=task.run, round=task.round, lease=task.lease)
+            sent.declined = str(error)
+        else:
+            sent = pb.Contribution(run=task.run, round=task.round, lease=task.lease)
+            sent.masked.CopyFrom(message)
+        if self.twist is not None:
+            sent = self.twist(self, task, step, sent)
+        self.answers.append((task, sent))
+        self.kept.append(Kept(task, sent))
+        await self.client.send(sent)
+        self.kept[-1].acknowledged = True
+
+    def answer(self, task, step):
+        body = task.masking
+        if step == "keys":
+            return pb.MaskingAnswer(keys=self._begun(task))
+        ours = self.open[task.lease]
+        if step == "share":
+            cohort, keys = wire.cohort_of(body.share)
+            ours.verifier |= {name: EcdsaVerifier({name: key}) for name, key in keys.items()}
+            return pb.MaskingAnswer(shares=wire.shares_message(ours.device.share(cohort)))
+        if step == "mask":
+            made = ours.device.mask(wire.delivery_of(body.mask), ours.vectors)
+            message = pb.MaskedInput(position=made.position, signature=made.signature)
+            if len(made.data) <= task.inline_bytes:
+                message.data = made.data
+            else:
+                message.blob.CopyFrom(self.sent(made.data, examples=1).blob)
+            return pb.MaskingAnswer(input=message)
+        if step == "sign":
+            signature = ours.device.sign(wire.survivors_of(body.sign))
+            return pb.MaskingAnswer(signature=wire.signature_message(signature))
+        revealed = ours.device.unmask(wire.request_of(body.unmask))
+        return pb.MaskingAnswer(revealed=wire.revealed_message(revealed))
+
+    def _begun(self, task):
+        plan = self.plan(task)
+        made = learn.learn(plan, work_of(task, self.name), self.shard)
+        sections = sections_of(made.change, plan)
+        sizes = [sum(x.size for x in kind.values()) for kind in sections]
+        encoding = wire.encoding_of(task.masking.encoding, *sizes)
+        kinds = [clipped(kind, task.masking.encoding.norm) for kind in sections if kind]
+        flat = [np.concatenate([x.reshape(-1) for x in kind.values()]) for kind in kinds]
+        terms = wire.terms_of(
+            task.masking.terms, run=task.run, round_=task.round, base=task.state.sha256
+        )
+        assert terms.fields == encoding.fields
+        known: dict = {}
+        device = MaskingDevice(
+            terms, wire.pseudonym(self.signer.public_der), signer=self.signer,
+            verifier=Known(known), store=self.ledger,
+        )  # fmt: skip
+        vectors = encoding.encode(flat, made.examples)
+        if self.lies:
+            for vector in vectors[:-1]:
+                vector[:] = 255
+        change = {name: x for kind in kinds for name, x in kind.items()}
+        self.open[task.lease] = Secrets(
+            device, known, vectors, change, made.examples, [list(kind) for kind in kinds]
+        )
+        return wire.advertisement_message(device.advertise(), self.signer.public_der)
+
+
+class Known:
+    """Verifies with the keys that the cohort's message had."""
+
+    def __init__(self, keys):
+        self.keys = keys
+
+    def verifies(self, device, data, signature):
+        return device in self.keys and self.keys[device].verifies(device, data, signature)
+
+
+def sections_of(change, plan):
+    """(parameters, float buffers) by sorted name, as float32."""
+    own = learn.buffers(plan.roles)
+    parts: tuple[dict, dict] = ({}, {})
+    for name in sorted(change):
+        parts[name in own][name] = np.asarray(change[name], np.float32)
+    return parts
+
+
+def clipped(kind, norm):
+    length = np.sqrt(sum(float(np.square(x.astype(np.float64)).sum()) for x in kind.values()))
+    factor = np.float32(min(1.0, norm / length)) if length else np.float32(1)
+    return {name: x * factor for name, x in kind.items()}
+
+
+def weighted_mean(secrets_of, cap):
+    """The mean of the changes of devices, in float64, by the weights that count."""
+    weights = [min(s.examples, cap) for s in secrets_of]
+    return {
+        name: sum(
+            w * s.change[name].astype(np.float64) for w, s in zip(weights, secrets_of, strict=True)
+        )
+        / sum(weights)
+        for name in secrets_of[0].change
+    }

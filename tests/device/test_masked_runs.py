@@ -1,0 +1,58 @@
+"""Devices and cloud in masked runs, over mutual TLS."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from tests.cloud.federation.given import ended, start_request
+from tests.cloud.federation.masked import masked_request
+from tests.device.devices import client_of, cloud_of, taking_part
+from tests.support.deadlines import within
+
+from triplane.proto import federation_pb2 as pb
+from triplane.unified_ir.convert.conversion import read_model
+
+NAMES = ("ann", "bob", "cem")
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
+
+async def model_of(cloud, reference):
+    version = await cloud.registry.version(reference)
+    module, _ = await asyncio.to_thread(read_model, cloud.blobs.find(version.blob))
+    return {name: x.array.astype(np.float64) for name, x in module.state.items()}
+
+
+def distance(one, other, names):
+    return np.sqrt(sum(float(np.square(one[n] - other[n]).sum()) for n in names))
+
+
+async def result_of(cloud, request):
+    begun = await cloud.federation.begin(request, by="operator")
+    run = await ended(cloud, begun.id)
+    assert run.phase == pb.Run.DONE, run.reason
+    return run, await model_of(cloud, run.result)
+
+
+def test_a_masked_run_of_devices_gives_the_model_of_a_run_in_the_clear_but_for_the_rounding(
+    tmp_path,
+):
+    async def story():
+        async with cloud_of(tmp_path) as cloud:
+            clients = [await client_of(cloud, tmp_path, n, i) for i, n in enumerate(NAMES)]
+            async with taking_part(*clients):
+                masked, hidden = await result_of(cloud, masked_request(model="tiny@1", norm=0.5))
+                request = start_request(
+                    model="tiny@1", cohort={"devices": 3, "quorum": 1.0},
+                    robustness=pb.Robustness(norm_bound="0.5"),
+                )  # fmt: skip
+                _, clear = await result_of(cloud, request)
+            return masked, await model_of(cloud, "tiny@1"), hidden, clear
+
+    run, before, hidden, clear = within(story())
+    assert [(r.number, r.evaluates, r.counted) for r in run.rounds] == [
+        (1, False, 3), (2, False, 3), (2, True, 3),
+    ]  # fmt: skip
+    assert not run.refusals.reasons
+    assert all(m.counted == 3 and not m.dropped for m in run.members)
+    assert 0 < distance(hidden, clear, before) < 0.1 * distance(clear, before, before)

@@ -1,0 +1,264 @@
+"""Rules of a masked round: its steps, who is left in each, and who contributed for a state.
+
+The whole round is in the phase of collecting, with one lease for each device. A step takes one
+answer from each device that is left; when all are there, or its time is over, the cloud takes them
+(`Exchange`) and the next step begins (`Exchanged`). Devices learn before they answer `keys`, so
+that step has the deadline of a round, and the others have `phase_s`.
+
+    lost in keys, shares or inputs           its update is not in the sum; the lease ends
+    lost in signatures or reveals            its update stays in the sum; the lease is left open
+
+A device that was asked for its masked input is spent: whatever happens to the round, it contributes
+for this state no second time, because two sums that differ by one device tell its update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Final
+
+from triplane.unified_ir.federated.core.lease_changes import (
+    Step,
+    away_since,
+    held_lease,
+    leases_of,
+    members_of,
+    open_leases,
+    put_lease,
+    resting,
+    settle,
+    unwanted,
+    with_member,
+)
+from triplane.unified_ir.federated.core.limits import EXAMPLES_FACTOR, lower_median
+from triplane.unified_ir.federated.core.masked_step import MaskedProgress, MaskedStep, StepAnswer
+from triplane.unified_ir.federated.core.run import (
+    Effects,
+    Exchange,
+    Exchanged,
+    Lease,
+    Masked,
+    Outcome,
+    Round,
+    RunPlan,
+    RunState,
+    Tell,
+)
+
+REFUSED: Final = "masking"
+"""The kind under which refused answers are counted."""
+MAX_KEYS: Final = 4
+"""Times that a device may advertise keys in a round: its process may end and begin again."""
+
+
+def begun(state: RunState, chosen: Iterable[str], now_s: float) -> MaskedProgress | None:
+    """Return the first step of a round of these devices; None where updates are in the clear."""
+    if not state.plan.least:
+        return None
+    examples = [state.members[device].examples for device in chosen]
+    # As in `limits.limited`, but by what devices offer: nobody sees the weight of an update.
+    cap = min(max(examples), EXAMPLES_FACTOR * int(lower_median(examples)))
+    return MaskedProgress(step=MaskedStep.KEYS, opened_s=now_s, cap=cap)
+
+
+def step_ends_s(plan: RunPlan, masked: MaskedProgress) -> float:
+    """Return when the step ends although answers are missing."""
+    time_s = plan.deadline_s if masked.step is MaskedStep.KEYS else plan.phase_s
+    return masked.opened_s + time_s
+
+
+def is_in_step(lease: Lease, masked: MaskedProgress) -> bool:
+    """Return whether the device of an open lease takes part in the present step."""
+    return lease.due is masked.step or answer_of(lease, masked.step) is not None
+
+
+def answer_of(lease: Lease, step: MaskedStep) -> StepAnswer | None:
+    """Return the newest answer to a step, taken or not."""
+    return next((x for x in reversed(lease.answers) if x.step is step), None)
+
+
+def has_taken(lease: Lease, step: MaskedStep) -> bool:
+    """Return whether the cloud took the device's answer to that step."""
+    return lease.taken is not None and lease.taken.is_at_least(step)
+
+
+def is_wanted(state: RunState, lease: Lease, answer: StepAnswer) -> bool:
+    """Return whether the answer of an open lease is due, or replaces keys that nobody saw yet."""
+    masked = state.round.masked if state.round else None
+    if masked is None or lease.due is answer.step:
+        return masked is not None
+    return (
+        answer.step is masked.step is MaskedStep.KEYS
+        and not masked.exchanging
+        and len(lease.answers) < MAX_KEYS
+        and answer not in lease.answers
+    )
+
+
+def take_answer(state: RunState, event: Masked) -> Step:
+    """Keep an answer that is wanted; another one changes nothing."""
+    lease = held_lease(state, event)
+    if lease is None:
+        return unwanted(state, event)
+    if not is_wanted(state, lease, event.answer):
+        return state, ()
+    answers = (*lease.answers, event.answer)
+    answered = replace(lease, due=None, answers=answers, bytes_down=event.bytes_down)
+    return put_lease(state, answered), ()
+
+
+def leave(state: RunState, lease: Lease, outcome: Outcome) -> Step:
+    """Take a device out of the round; its lease stays open while its update is in the sum."""
+    gone = replace(lease, due=None)
+    if has_taken(lease, MaskedStep.INPUTS):
+        return put_lease(state, gone), (Tell(lease.device),)
+    return settle(state, gone, outcome)
+
+
+def lose_silent(state: RunState, round_: Round, masked: MaskedProgress, now_s: float) -> Step:
+    """Take out the devices whose answer is overdue, or that were away for too long."""
+    gone_s = now_s - state.plan.patience_s
+    if now_s >= step_ends_s(state.plan, masked):
+        silent: Iterable[Lease] = leases_of(round_).listed("waiting")
+    else:
+        silent = [x for x in away_since(round_, gone_s) if x.due]
+    tells: Effects = ()
+    for lease in silent:
+        away = lease.away_s is not None and lease.away_s <= gone_s
+        why = "its stream was away too long" if away else f"the step {masked.step} took too long"
+        state, more = leave(state, replace(lease, reason=why), Outcome.LOST)
+        if not away:
+            state = with_member(state, resting(state.members[lease.device], state.turn[0]))
+        tells += more
+    return state, tells
+
+
+def complete(
+    state: RunState, round_: Round, masked: MaskedProgress
+) -> tuple[RunState, Effects, str]:
+    """Ask for the exchange once all answers are there; the text says why the round is given up."""
+    leases = leases_of(round_)
+    waiting = len(leases.indexed("waiting"))
+    answered = len(leases.indexed("open")) - waiting
+    enough = masked.step is MaskedStep.KEYS and answered >= state.plan.devices
+    if masked.exchanging or (waiting and not enough):
+        return state, (), ""
+    tells: Effects = ()
+    for lease in leases.listed("waiting"):
+        slower = replace(lease, due=None, reason="enough others were faster")
+        state, more = settle(state, slower, Outcome.LATE)
+        tells += more
+    needed = max(state.plan.quorum, state.plan.least)
+    if masked.step is MaskedStep.KEYS and answered < needed:
+        return state, tells, f"{answered} devices of {needed} needed advertised keys"
+    state = _with_step(state, replace(masked, exchanging=True))
+    return state, (*tells, *pending(state)), ""
+
+
+def pending(state: RunState) -> Effects:
+    """Return the exchange that is under way, if one is."""
+    round_ = state.round
+    if round_ is None or round_.masked is None or not round_.masked.exchanging:
+        return ()
+    step = round_.masked.step
+    answered = tuple(x for x in open_leases(state) if answer_of(x, step))
+    return (Exchange(round_.number, round_.attempt, step, answered),)
+
+
+def restarted(state: RunState, now_s: float) -> RunState:
+    """Begin the time of a step again: devices could not answer while the cloud was away."""
+    masked = state.round.masked if state.round else None
+    if masked is None or masked.step is MaskedStep.KEYS:
+        return state
+    return _with_step(state, replace(masked, opened_s=now_s))
+
+
+def is_expected(state: RunState, event: Exchanged) -> bool:
+    """Return whether the event is of the exchange that is under way."""
+    round_ = state.round
+    return (
+        round_ is not None
+        and round_.masked is not None
+        and round_.masked.exchanging
+        and (event.number, event.attempt) == (round_.number, round_.attempt)
+        and event.step is round_.masked.step
+    )
+
+
+def refuse(state: RunState, refused: Iterable[tuple[str, str]]) -> Step:
+    """Take out the devices whose answers could not be taken, for these reasons."""
+    tells: Effects = ()
+    for device, reason in refused:
+        assert state.round is not None
+        lease = leases_of(state.round).of(device)
+        if lease is None or lease.outcome is not Outcome.OPEN:
+            continue
+        count = state.refusals.get(REFUSED, 0) + 1
+        state = replace(state, refusals={**state.refusals, REFUSED: count})
+        kept = tuple(x for x in lease.answers if has_taken(lease, x.step))
+        gone = replace(lease, reason=reason, answers=kept)
+        state, more = leave(state, gone, Outcome.REFUSED)
+        tells += more
+    return state, tells
+
+
+def advance(state: RunState, masked: MaskedProgress, now_s: float) -> Step:
+    """Begin the next step for the devices whose answers were taken."""
+    following = masked.step.next
+    taken = [x for x in open_leases(state) if answer_of(x, masked.step)]
+    for lease in taken:
+        state = put_lease(state, replace(lease, taken=masked.step, due=following))
+    if following is None:
+        return state, ()
+    if following is MaskedStep.INPUTS:
+        spent = sorted({*state.spent, *(x.device for x in taken)})
+        state = replace(state, spent=tuple(spent))
+    after = replace(masked, step=following, opened_s=now_s, exchanging=False)
+    state = _with_step(state, after)
+    assert state.round is not None
+    # Those whose patience ended in the step before: no tick comes for them again.
+    state, tells = lose_silent(state, state.round, after, now_s)
+    return state, (*(Tell(x.device) for x in taken), *tells)
+
+
+def settle_all(state: RunState, reason: str) -> Step:
+    """End the open leases of a round: they count if they are in the sum and nothing failed.
+
+    reason: why the round is given up, or empty.
+    """
+    tells: Effects = ()
+    for lease in open_leases(state):
+        counts = has_taken(lease, MaskedStep.INPUTS) and not reason
+        ended = replace(lease, due=None, reason=reason)
+        outcome = Outcome.COUNTED if counts else Outcome.LOST
+        state, more = settle(state, ended, outcome)
+        tells += more
+    return state, tells
+
+
+def unspent(state: RunState, keys: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:
+    """Return the keys of an index of members without those that contributed for this state."""
+    spent = frozenset(state.spent)
+    return [key for key in keys if key[1] not in spent]
+
+
+def why_exhausted(state: RunState) -> str:
+    """Return why no round can begin from this state any more, or empty."""
+    if not state.spent:
+        return ""
+    spent = frozenset(state.spent)
+    left = sum(m.examples > 0 and m.device not in spent for m in members_of(state).values())
+    needed = max(state.plan.quorum, state.plan.least)
+    if left >= needed:
+        return ""
+    return (
+        f"a device masks an update for one state only once, and {len(spent)} were asked to in "
+        f"rounds without a sum; {left} others are left of {needed} needed. Add devices and resume "
+        "the run, or start a new one"
+    )
+
+
+def _with_step(state: RunState, masked: MaskedProgress) -> RunState:
+    assert state.round is not None
+    return replace(state, round=replace(state.round, masked=masked))
