@@ -111,7 +111,6 @@ def check_rows(spec: pb.Spec, robustness: Robustness, *, buffers: bool = False) 
         keep=spec.keep or 1.0,
         robustness=robustness,
         privacy=privacy_of(spec),
-        least_cohort=spec.masking.least,
         strategy=spec.HasField("flower"),
         app=spec.flower.app,
         buffers=buffers,

@@ -19,7 +19,6 @@ from triplane.unified_ir.runtime import Plan
 
 ROUNDS = 30
 CLIP = 0.5
-NOISE = {"clip": CLIP, "multiplier": 5.0, "epsilon": 50.0}
 ALONE = {
     "model": "tiny@1", "rounds": ROUNDS,
     "cohort": {"devices": len(NAMES), "deadline_s": 600.0, "patience_s": 120.0},
@@ -34,15 +33,21 @@ EVERYBODY = {
 }  # fmt: skip
 
 
+def noise(*, bands=1):
+    return pb.Noise(
+        clip=CLIP, multiplier=5.0, epsilon=50.0, separation=bands, correlated=bands > 1
+    )  # fmt: skip
+
+
 def check_cloud_alone(lab, kills, rng, tally):
     """Kill the cloud so often, in runs with independent and with correlated noise in turn."""
     plays = (
-        {**ALONE, "noise": pb.Noise(**NOISE)},
-        {**BANDED, "noise": pb.Noise(**NOISE, separation=3, correlated=True)},
+        {**ALONE, "noise": noise()},
+        {**BANDED, "noise": noise(bands=3)},
     )
 
     async def story():
-        runs = []
+        runs: list[pb.Run] = []
         async with asyncio.timeout(DEADLINE_S * (1 + kills // 10)), living(lab.devices):
             while tally.killed < kills or len(runs) < len(plays):
                 run_id = await lab.begin(**plays[len(runs) % len(plays)])
@@ -66,12 +71,12 @@ def check_everybody(lab, kills, rng, tally):
     """Kill devices, too; their accounts charge every update that arrived, and none twice."""
 
     async def story():
-        runs = []
+        runs: list[pb.Run] = []
         async with asyncio.timeout(DEADLINE_S * (1 + kills // 10)):
             with lab.real_devices() as devices:
                 everybody = {**devices, "cloud": lab.cloud}
                 while tally.killed < kills or not runs:
-                    run_id = await lab.begin(**EVERYBODY, noise=pb.Noise(**NOISE))
+                    run_id = await lab.begin(**EVERYBODY, noise=noise())
                     goes_on = True
                     while goes_on and tally.killed < kills:
                         goes_on = await asyncio.to_thread(instant, lab, run_id, rng, tally)
@@ -100,7 +105,7 @@ def check_charged(lab, run):
 
 def check_one_state_each(lab, run):
     """Every device saw one state in each round, however often the cloud was killed."""
-    states = {}
+    states: dict[int, set[bytes]] = {}
     for device in lab.devices:
         for kept in device.kept:
             if kept.task.run == run.id and kept.task.WhichOneof("work") == "learn":
@@ -114,6 +119,7 @@ def check_noise(lab, run):
     """The next states less the clipped sums are noise of the stated deviation, other each round."""
     entry, _, events = lab.journaled(run.id)
     folder, prepared, privacy = lab.home.blobs, entry.prepared, privacy_of(entry.spec)
+    assert privacy is not None
     plan = Plan.load(folder / prepared.plan)
     state = read_state(folder / prepared.state, plan=plan.digest)
     kept = journal_states(lab, run)

@@ -502,9 +502,8 @@ def _lines(trials: Sequence[Trial], stopped: dict[str, list[int]]) -> list[str]:
     done = completion(trials, stopped)
     metric = trials[0].metric
     before = "before" if metric.share else f"{metric.name} before"
-    heads = ("algorithm", "devices", "start", before, "adapted", "worst tenth", "MB up")
-    is_private = any(trial.privacy is not None for trial in trials)
-    heads = (*heads, *(["epsilon"] if is_private else []))
+    last = ["epsilon"] if any(trial.privacy is not None for trial in trials) else []
+    heads = ("algorithm", "devices", "start", before, "adapted", "worst tenth", "MB up", *last)
     rows = [
         row
         for replicates in by_algorithm(trials).values()

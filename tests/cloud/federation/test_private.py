@@ -37,6 +37,12 @@ def spec(**fields):
     return pb.Spec(**{"model": "tiny", "noise": pb.Noise(epsilon=4.0), "rounds": 10, **fields})
 
 
+def budget_of(made):
+    privacy = privacy_of(made)
+    assert privacy is not None
+    return privacy.budget()
+
+
 def story(folder, **fields):
     """The ended run, its Reduced events, its last projection and the meta of its result."""
 
@@ -84,7 +90,7 @@ def test_a_private_run_spends_its_epsilon_and_says_so_everywhere(tmp_path):
 def test_a_run_ends_before_its_budget_is_passed(tmp_path):
     noise = pb.Noise(epsilon=4.0, multiplier=2.0)
     run, reduced, last, _, _ = story(tmp_path, rounds=50, noise=noise)
-    budget = privacy_of(run.spec).budget()
+    budget = budget_of(run.spec)
     most = budget.most_rounds(50)
     assert 1 < most < 10
     assert [e.number for e in reduced] == list(range(1, most + 1))
@@ -125,7 +131,7 @@ def test_defaults_are_filled_in_and_the_noise_is_the_least_that_epsilon_allows()
     assert spending([NoiseEvent(noise.multiplier, 5)]).epsilon(1e-5) == pytest.approx(4.0)
     assert (made.robustness.norm_bound, made.robustness.returns) == ("1.0", 0)
     assert with_defaults(made) == made
-    assert journal.plan_of(made).budget == privacy_of(made).budget()
+    assert journal.plan_of(made).budget == budget_of(made)
     assert journal.plan_of(made).clip == 1.0
     assert not with_defaults(spec(noise=None)).HasField("noise")
 
@@ -164,7 +170,7 @@ def test_the_state_of_a_private_run_is_stored_and_that_of_others_as_before():
     plan = journal.plan_of(made)
     state = RunState(plan=plan, run="0" * 16, shared="ab", charged=3, clip=0.5)
     assert from_json(RunState, to_json(state)) == state
-    assert state.budget.rounds == 3
+    assert state.budget == replace(budget_of(made), rounds=3)
     other = RunState(plan=journal.plan_of(with_defaults(spec(noise=None))), run="0" * 16, shared="")
     assert not {"budget", "clip", "charged"} & {*json.loads(to_json(other)),
                                                 *json.loads(to_json(other.plan))}  # fmt: skip

@@ -91,14 +91,14 @@ def test_a_model_with_trained_buffers_is_refused():
         simulate(given.module(given.Normed), given.shards(), given.study(privacy=SOME))
 
 
-def test_devices_rest_and_are_used_as_often_as_they_may_be(tmp_path):
+def test_devices_rest_and_are_used_as_often_as_they_may_be(tmp_path, monkeypatch):
     privacy = replace(SOME, separation=2, most_uses=3)
     run(privacy, tmp_path, rounds=6)
     shards = given.shards()
     made = given.study(privacy=privacy, devices=2, rounds=6)
     stored = Keeper(tmp_path, identity("", made, shards, {}))
-    stored._check = lambda _: None
-    used = stored.newest().used
+    monkeypatch.setattr(stored, "_check", lambda _: None)
+    used = given.there(stored.newest()).used
     assert {uses for _, uses in used.values()} == {3}
     assert len(used) == 4
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from triplane.unified_ir.federated.algorithms.aggregators import MEAN, Reduction, Robustness
 from triplane.unified_ir.federated.algorithms.table import algorithm as algorithm_row
@@ -14,6 +14,8 @@ from triplane.unified_ir.federated.core.reduce import reduce as reduce_updates
 from triplane.unified_ir.federated.privacy.release import Open, RoundNoise, release, shapes_of
 from triplane.unified_ir.federated.privacy.settings import DISTRIBUTED, DifferentialPrivacy
 
+LEAST_HONEST: Final = 2
+"""Of distributed noise without masking, which is refused anyway."""
 Rows = dict[str, dict[str, Any]]
 
 
@@ -25,22 +27,22 @@ def check_composition(
     keep: float = 1.0,
     robustness: Robustness,
     privacy: DifferentialPrivacy | None = None,
-    honest: int = 2,
-    least_cohort: int = 0,
+    masked: tuple[int, int] | None = None,
     strategy: bool = False,
     app: bool = False,
     buffers: bool = False,
 ) -> None:
     """Raise InvalidInput unless what a run demands composes; the message names what does not.
 
-    honest: devices whose noise is in each sum, of distributed noise. least_cohort: that of masking,
-    0 without it. buffers: whether updates have float buffers; SCAFFOLD's always do.
+    masked: the fewest devices whose sum may be unmasked, and how many of them are honest at least;
+    None where updates are in the clear. buffers: whether updates have float buffers, as SCAFFOLD's
+    always do.
     """
     rows: Rows = {}
     if privacy is not None:
-        rows |= _privacy_rows(privacy, devices, honest)
-    if least_cohort:
-        rows["mask"] = {"least_cohort": least_cohort}
+        rows |= _privacy_rows(privacy, devices, masked[1] if masked else LEAST_HONEST)
+    if masked:
+        rows["mask"] = {"least_cohort": masked[0]}
     if compression:
         rows[compression] = {"keep": keep} if compression == "top-k" else {}
     if algorithm_row(algorithm).by_share:

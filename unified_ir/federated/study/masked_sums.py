@@ -79,11 +79,9 @@ class MaskedStudy:
         return chosen.least - chosen.colluding
 
 
-def masking_rows(masking: MaskedStudy | None, devices: int) -> dict[str, int]:
-    """Return what masking demands of the pipeline, as arguments of `check_composition`."""
-    if masking is None:
-        return {}
-    return {"least_cohort": masking.parameters(devices).least, "honest": masking.honest(devices)}
+def masked_cohort(masking: MaskedStudy | None, devices: int) -> tuple[int, int] | None:
+    """Return the least cohort and its honest devices, or None; see `check_composition`."""
+    return None if masking is None else (masking.parameters(devices).least, masking.honest(devices))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,13 @@ that later rounds take back, and the norm if it follows the updates.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.algorithms.aggregators import Reduction
 from triplane.unified_ir.federated.algorithms.composition import reduce_private_round
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.limits import OFF
@@ -31,18 +32,6 @@ from triplane.unified_ir.federated.study.trial import Trial
 NOISE: Final = "noise."
 """Prefix of earlier noise among the slots; the number of its round follows."""
 NORM: Final = f"{NOISE}norm"
-
-
-@dataclass(frozen=True, slots=True)
-class Next:
-    """What a round becomes. slots: what the server remembers until the next one.
-
-    scaled: updates that were above a norm bound.
-    """
-
-    shared: Mapping[str, Array]
-    slots: Mapping[str, Array]
-    scaled: int = 0
 
 
 def norm_of(slots: Mapping[str, Array], privacy: DifferentialPrivacy) -> float:
@@ -89,8 +78,8 @@ def reduce_privately(
     devices: int,
     server: ServerOptimizer,
     hyper: ServerHyper,
-) -> Next:
-    """Reduce the round after `at.rounds` with noise that is drawn now."""
+) -> Reduction:
+    """Reduce the round after `at.rounds` with noise that is drawn now, and kept in the slots."""
     number, norm = len(at.rounds) + 1, norm_of(at.slots, privacy)
     kept = range(number - 1, max(0, number - privacy.bands), -1)
     past = {name: at.slots[name] for n in kept if (name := f"{NOISE}{n}") in at.slots}
@@ -104,4 +93,4 @@ def reduce_privately(
     own = {NORM: np.array(done.clip)} if privacy.quantile else {}
     if privacy.bands > 1:
         own |= past | {f"{NOISE}{number}": noise.steps}
-    return Next(done.state, {**done.slots, **own}, done.scaled)
+    return replace(done, slots={**done.slots, **own})

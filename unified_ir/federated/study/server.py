@@ -21,7 +21,19 @@ from triplane.unified_ir.federated.core.reduce import reduce as reduce_updates
 from triplane.unified_ir.federated.privacy.settings import DifferentialPrivacy
 from triplane.unified_ir.federated.study.checkpoint import StudyProgress
 from triplane.unified_ir.federated.study.masked_sums import MaskedStudy, masked_sum
-from triplane.unified_ir.federated.study.private_rounds import Next, reduce_privately
+from triplane.unified_ir.federated.study.private_rounds import reduce_privately
+
+
+@dataclass(frozen=True, slots=True)
+class Next:
+    """What a round becomes. slots: what the server remembers until the next one.
+
+    scaled: updates that were above a norm bound.
+    """
+
+    shared: Mapping[str, Array]
+    slots: Mapping[str, Array]
+    scaled: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,10 +142,11 @@ class _MeanRounds:
         if study.masking is not None:
             return self._reduce_masked(at, contributions, study.masking)
         if study.privacy is not None:
-            return reduce_privately(
+            private = reduce_privately(
                 at, [u.open for u in updates], study.privacy, devices=study.devices,
                 server=row.server, hyper=study.hyper,
             )  # fmt: skip
+            return Next(private.state, private.slots, private.scaled)
         shares = row.shares(
             study.hyper, contributions[0].change, updates=len(updates), members=study.population
         )

@@ -184,7 +184,7 @@ def simulate(
         algorithm=study.algorithm, devices=study.devices or len(shards),
         compression=study.compression, keep=study.keep, robustness=study.robustness,
         privacy=study.privacy, strategy=not server.follows_limits,
-        **masked_sums.masking_rows(study.masking, study.devices or len(shards)),
+        masked=masked_sums.masked_cohort(study.masking, study.devices or len(shards)),
         buffers=bool(device.sent_buffers(plan.view(), plan.roles)),
     )  # fmt: skip
     facts = {**identity(digest, study, shards, others), **server.facts}
