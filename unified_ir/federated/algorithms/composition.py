@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from triplane.unified_ir.federated.algorithms.aggregators import MEAN, Reduction, Robustness
+from triplane.unified_ir.federated.algorithms.aggregators import (
+    BUCKETING,
+    MEAN,
+    Reduction,
+    Robustness,
+)
 from triplane.unified_ir.federated.algorithms.table import algorithm as algorithm_row
 from triplane.unified_ir.federated.core import pipeline
 from triplane.unified_ir.federated.core.draws import Array
@@ -54,7 +59,7 @@ def check_composition(
     if app:
         rows["flower-app"] = {}
     if robustness.aggregator != MEAN:
-        rows |= _aggregator_rows(robustness)
+        rows[BUCKETING if "+" in robustness.aggregator else robustness.aggregator] = {}
     pipeline.check(rows)
 
 
@@ -76,13 +81,6 @@ def _privacy_rows(privacy: DifferentialPrivacy, devices: int, honest: int) -> Ro
     if privacy.placement == DISTRIBUTED:
         rows["noise-distributed"] = {**multiplier, "honest": honest}
     return rows if len(rows) > 1 else {**rows, "noise-central": multiplier}
-
-
-def _aggregator_rows(robustness: Robustness) -> Rows:
-    # Only whether it composes is asked here: the numbers have been checked by their own rows.
-    name = "bucketing" if "+" in robustness.aggregator else robustness.aggregator
-    row = pipeline.pipeline_row(name)
-    return {name: {p.name: p.least for p in row.parameters}}
 
 
 def reduce_private_round(

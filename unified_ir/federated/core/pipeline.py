@@ -130,10 +130,9 @@ _NORM: Final = RowParameter("norm", 1e-6, 1e6)
 _MULTIPLIER: Final = RowParameter("noise_multiplier", 1e-3, 1e6)
 
 
-def _robust(name: str, summary: str, *parameters: RowParameter) -> PipelineRow:
-    return PipelineRow(
-        name, "aggregate", summary, parameters, refuses=_ROBUST, unless={"mask": "groups"}
-    )
+def _robust(name: str, summary: str) -> PipelineRow:
+    """Return the row of an aggregator; its numbers are declared and checked where it is."""
+    return PipelineRow(name, "aggregate", summary, refuses=_ROBUST, unless={"mask": "groups"})
 
 
 PIPELINE: Final[tuple[PipelineRow, ...]] = (
@@ -220,11 +219,11 @@ PIPELINE: Final[tuple[PipelineRow, ...]] = (
     ),
     PipelineRow("by-examples", "weight", "updates count by the number of a device's examples"),
     _robust("median", "coordinate-wise median of updates"),
-    _robust("trimmed-mean", "mean without the extreme values", RowParameter("trim", 0.0, 0.499)),
+    _robust("trimmed-mean", "mean without the extreme values"),
     _robust("krum", "the update nearest to its neighbours"),
     _robust("multi-krum", "mean of the updates nearest to their neighbours"),
     _robust("bucketing", "a robust aggregate of means of random buckets"),
-    _robust("centred-clip", "mean of updates clipped around the last aggregate", _NORM),
+    _robust("centred-clip", "mean of updates clipped around the last aggregate"),
     PipelineRow(
         "flower-strategy",
         "aggregate",
