@@ -25,12 +25,16 @@ LIMITS: Final = ConversionLimits()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A plan and the first shared state, as files. digest: the plan's root digest."""
+    """A plan and the first shared state, as files. digest: the plan's root digest.
+
+    frozen: shared tensors that learning does not move.
+    """
 
     plan: Path
     state: Path
     digest: str
     roles: dict[str, str]
+    frozen: tuple[str, ...]
     weighting: str
     server: str
     metric: str
@@ -72,6 +76,7 @@ class Children:
                     state=state,
                     digest=str(done["digest"]),
                     roles={str(k): str(v) for k, v in done["roles"].items()},
+                    frozen=tuple(map(str, done["frozen"])),
                     weighting=str(done["weighting"]),
                     server=str(done["server"]),
                     metric=metric_named(str(done["metric"])).name,

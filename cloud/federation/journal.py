@@ -58,6 +58,7 @@ class Prepared:
     plan_digest: the plan's root digest, which its states name. roles: the roles of the shared
     tensors. weighting, server: from the algorithm's row. since_s: when the plan was ready. rules:
     version of the rules by which the run's events are folded. metric: of the scores of devices.
+    frozen: shared tensors that learning does not move; they get no noise.
     """
 
     plan: str
@@ -69,6 +70,7 @@ class Prepared:
     since_s: float
     rules: int = core.RULES_OF_OLD
     metric: str = field(default=ACCURACY.name, metadata=ADDED)
+    frozen: tuple[str, ...] = field(default=(), metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

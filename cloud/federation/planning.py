@@ -27,6 +27,7 @@ def plan(order: dict[str, Any]) -> dict[str, Any]:
     return {
         "digest": plan.digest,
         "roles": roles,
+        "frozen": list(plan.frozen),
         "weighting": row.weighting,
         "server": row.server.name,
         "metric": metric_of(module.entry("evaluate").result_names).name,

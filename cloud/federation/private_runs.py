@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from triplane.cloud.federation.noise_store import NoiseStore
@@ -152,21 +152,25 @@ def reduce_with_noise(
     slots: dict[str, Array],
     updates: Sequence[RoundUpdate],
     *,
+    frozen: Collection[str],
     server: ServerOptimizer,
     hyper: ServerHyper,
 ) -> Reduction:
-    """Reduce a round with the noise that is stored for it, or drawn and stored now."""
+    """Reduce a round with the noise that is stored for it, or drawn and stored now.
+
+    frozen: tensors that stay as they are.
+    """
     from triplane.unified_ir.federated.algorithms.composition import reduce_private_round
 
     privacy, budget = privacy_of(spec), before.budget
     assert privacy is not None
     assert budget is not None
-    devices, entries = spec.cohort.devices, entries_of(shapes_of(state))
+    devices, entries = spec.cohort.devices, entries_of(shapes_of(state, frozen))
     noise = store.noise_of(
         before.run, budget.charge(before.turn[0]), privacy.bands,
         lambda past: draw(privacy, before.norm, entries, devices, past),
     )  # fmt: skip
     return reduce_private_round(
         state, slots, [update.open for update in updates], privacy=privacy, clip=before.norm,
-        devices=devices, noise=noise, server=server, hyper=hyper,
+        devices=devices, noise=noise, frozen=frozen, server=server, hyper=hyper,
     )  # fmt: skip

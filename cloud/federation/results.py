@@ -154,6 +154,8 @@ class Results:
             weighting=planned.weighting,
             server=planned.server,
             metric=planned.metric,
+            # Stored where it matters only, so that an earlier release can read other runs.
+            frozen=planned.frozen if record.spec.HasField("noise") else (),
             since_s=clock(),
             rules=NEWEST_RULES,
         )
@@ -235,8 +237,9 @@ class Results:
             updates = self._round_updates(record, order, like)
         if before.budget is not None:
             return reduce_with_noise(
-                self.noise, spec, before, state, slots, updates, server=row.server, hyper=hyper
-            )
+                self.noise, spec, before, state, slots, updates, frozen=prepared.frozen,
+                server=row.server, hyper=hyper,
+            )  # fmt: skip
         return reduce_round(
             state, slots, updates, robustness=limits,
             draws=Draws(spec.seed, order.number, "", "buckets"),

@@ -13,6 +13,7 @@ from triplane.unified_ir.federated.privacy.settings import DifferentialPrivacy
 from triplane.unified_ir.federated.study import simulate
 from triplane.unified_ir.federated.study.checkpoint import Keeper, identity
 from triplane.unified_ir.federated.study.export import trial_record
+from triplane.unified_ir.federated.study.masked_sums import MaskedStudy
 from triplane.unified_ir.federated.study.report import page
 
 HARDLY = DifferentialPrivacy(multiplier=0.005, clip=2.0)
@@ -126,3 +127,13 @@ def test_the_same_seed_gives_other_noise():
 def test_clipped_changes_are_counted():
     assert [r.scaled for r in run(replace(SOME, clip=1e-3)).rounds] == [2] * 4
     assert [r.scaled for r in run(HARDLY).rounds] == [0] * 4
+
+
+@pytest.mark.parametrize("masking", [None, MaskedStudy(norm=0.5)])
+def test_frozen_parameters_get_no_noise(masking):
+    placement = "distributed" if masking else "central"
+    made = given.study(privacy=replace(SOME, placement=placement), masking=masking)
+    module = given.module(given.half_frozen)
+    trial = simulate(module, given.shards(6), made)
+    moved = {n for n, x in trial.state.items() if not np.array_equal(x, module.state[n].array)}
+    assert moved == {"0.bias", "2.weight", "2.bias"}

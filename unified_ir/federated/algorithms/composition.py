@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from triplane.unified_ir.federated.algorithms.aggregators import (
@@ -92,15 +92,16 @@ def reduce_private_round(
     clip: float,
     devices: int,
     noise: RoundNoise,
+    frozen: Collection[str] = (),
     server: ServerOptimizer,
     hyper: ServerHyper,
 ) -> Reduction:
-    """Reduce a round with central noise; see `release` for the mean.
+    """Reduce a round with central noise; see `release` for the mean. frozen: tensors that stay.
 
     The optimizer's step only sees what is published, so it costs nothing.
     """
     published = release(
-        shapes_of(state), updates, privacy=privacy, clip=clip, devices=devices, noise=noise
+        shapes_of(state, frozen), updates, privacy=privacy, clip=clip, devices=devices, noise=noise
     )
     after, next_slots = reduce_updates(
         state, slots, [(1, opened) for opened in updates], weighting="equal", server=server,

@@ -34,11 +34,15 @@ ALGORITHM_KEY: Final = "adapt_algorithm"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanMade:
-    """A plan file. digest: its root digest. state: initial shared state; roles: of all state."""
+    """A plan file. digest: its root digest. state: initial shared state; roles: of all state.
+
+    frozen: shared tensors that learning does not move.
+    """
 
     digest: str
     state: dict[str, Array]
     roles: dict[str, str]
+    frozen: tuple[str, ...] = ()
 
 
 def functions_of(module: Module, name: str, hyper: Hyper) -> dict[str, Function]:
@@ -88,7 +92,9 @@ def plan_of(
         parent=digest,
     )
     plan_digest = write_plan(Path(path), spec)
-    return PlanMade(plan_digest, {n: arrays[n] for n in shared(roles)}, roles)
+    moved = functions["local_update"].result_names
+    frozen = tuple(n for n in shared(roles) if n not in moved)
+    return PlanMade(plan_digest, {n: arrays[n] for n in shared(roles)}, roles, frozen)
 
 
 def module_of(

@@ -9,7 +9,7 @@ is released says nothing about their number. All devices weigh the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -52,9 +52,14 @@ class Release:
     clipped: int
 
 
-def shapes_of(state: Mapping[str, Array]) -> Shapes:
-    """Return the shapes of the tensors that a change has."""
-    return {n: x.shape for n, x in state.items() if np.issubdtype(x.dtype, np.floating)}
+def shapes_of(state: Mapping[str, Array], frozen: Collection[str] = ()) -> Shapes:
+    """Return the shapes of the tensors that a change moves.
+
+    frozen: those that learning leaves as they are. Honest changes are zero there, so a sum without
+    them loses nothing, and noise would only spoil them.
+    """
+    moved = {n: x for n, x in state.items() if n not in frozen}
+    return {n: x.shape for n, x in moved.items() if np.issubdtype(x.dtype, np.floating)}
 
 
 def entries_of(shapes: Shapes) -> int:
@@ -97,7 +102,7 @@ def release(
     total, count, clipped = np.zeros(entries), 0, 0
     for opened in updates:
         count += 1
-        change = {name: np.array(x) for name, x in opened().items()}
+        change = {name: np.array(x) for name, x in opened().items() if name in shapes}
         check_fits(shapes, change)
         clip_change(change, clip)
         clipped += l2_norm(change) >= UNCLIPPED * clip

@@ -6,7 +6,7 @@ that later rounds take back, and the norm if it follows the updates.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -76,6 +76,7 @@ def reduce_privately(
     privacy: DifferentialPrivacy,
     *,
     devices: int,
+    frozen: Collection[str],
     server: ServerOptimizer,
     hyper: ServerHyper,
 ) -> Reduction:
@@ -83,12 +84,12 @@ def reduce_privately(
     number, norm = len(at.rounds) + 1, norm_of(at.slots, privacy)
     kept = range(number - 1, max(0, number - privacy.bands), -1)
     past = {name: at.slots[name] for n in kept if (name := f"{NOISE}{n}") in at.slots}
-    entries = entries_of(shapes_of(at.shared))
+    entries = entries_of(shapes_of(at.shared, frozen))
     noise = draw(privacy, norm, entries, devices, list(past.values()))
     slots = {name: x for name, x in at.slots.items() if not name.startswith(NOISE)}
     done = reduce_private_round(
         at.shared, slots, updates, privacy=privacy, clip=norm, devices=devices, noise=noise,
-        server=server, hyper=hyper,
+        frozen=frozen,        server=server, hyper=hyper,
     )  # fmt: skip
     own = {NORM: np.array(done.clip)} if privacy.quantile else {}
     if privacy.bands > 1:

@@ -41,7 +41,7 @@ class ServedStudy:
     """What a server knows of a study; see `Study`. devices: number of devices in a round.
 
     population: devices that learn. plan: digest of the devices' plan. roles: of the shared tensors,
-    by name.
+    by name. frozen: those that learning does not move.
     """
 
     algorithm: str
@@ -58,6 +58,7 @@ class ServedStudy:
     robustness: Robustness
     privacy: DifferentialPrivacy | None = None
     masking: MaskedStudy | None = None
+    frozen: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,7 @@ class _MeanRounds:
         if study.privacy is not None:
             private = reduce_privately(
                 at, [u.open for u in updates], study.privacy, devices=study.devices,
-                server=row.server, hyper=study.hyper,
+                frozen=study.frozen, server=row.server, hyper=study.hyper,
             )  # fmt: skip
             return Next(private.state, private.slots, private.scaled)
         shares = row.shares(
@@ -162,14 +163,20 @@ class _MeanRounds:
     ) -> Next:
         study, row, number = self._study, self._row, len(at.rounds) + 1
         seed = int(Draws(study.seed, number, "", "rotation").words(1)[0])
-        first = contributions[0].change
+        updates = [(x.examples, self._summed(x.change)) for x in contributions]
+        first = updates[0][1]
         sums = masked_sum(first, masking, devices=study.devices, seed=seed, privacy=study.privacy)
-        mean = sums.mean([(x.examples, dict(x.change)) for x in contributions])
+        mean = sums.mean(updates)
         after, slots = reduce_updates(
             at.shared, at.slots, [(1, lambda: mean)], weighting="equal", server=row.server,
-            hyper=study.hyper, buffers=self._buffers,
+            hyper=study.hyper, buffers=self._buffers, combine=lambda _: mean,
         )  # fmt: skip
         return Next(after, slots)
+
+    def _summed(self, change: Mapping[str, Array]) -> dict[str, Array]:
+        """Return what is summed: with noise, all but frozen tensors."""
+        left = self._study.frozen if self._study.privacy is not None else ()
+        return {name: x for name, x in change.items() if name not in left}
 
     def judge(self, at: StudyProgress) -> None:
         del at

@@ -26,7 +26,7 @@ from triplane.unified_ir.federated.algorithms import Hyper, algorithm, plan_of
 from triplane.unified_ir.federated.algorithms.aggregators import MEAN, Robustness
 from triplane.unified_ir.federated.algorithms.composition import check_composition
 from triplane.unified_ir.federated.algorithms.hyper import LR
-from triplane.unified_ir.federated.algorithms.plan import functions_with_state
+from triplane.unified_ir.federated.algorithms.plan import PlanMade, functions_with_state
 from triplane.unified_ir.federated.core import defaults
 from triplane.unified_ir.federated.core import learn as device
 from triplane.unified_ir.federated.core import run as machine
@@ -178,8 +178,8 @@ def simulate(
     with TemporaryDirectory() as temporary:
         path = Path(temporary) / PLAN
         # Through a file, so that a study runs exactly the plan that a device would receive.
-        digest = plan_of(module, study.algorithm, study.hyper, path).digest
-        plan = Plan.load(path, expected_digest=digest)
+        made = plan_of(module, study.algorithm, study.hyper, path)
+        plan = Plan.load(path, expected_digest=made.digest)
     check_composition(
         algorithm=study.algorithm, devices=study.devices or len(shards),
         compression=study.compression, keep=study.keep, robustness=study.robustness,
@@ -187,13 +187,13 @@ def simulate(
         masked=masked_sums.masked_cohort(study.masking, study.devices or len(shards)),
         buffers=bool(device.sent_buffers(plan.view(), plan.roles)),
     )  # fmt: skip
-    facts = {**identity(digest, study, shards, others), **server.facts}
+    facts = {**identity(made.digest, study, shards, others), **server.facts}
     keeper = None if folder is None else Keeper(folder, facts)
     simulation = _Simulation(
         plan, _together(module, study, plan), study, shards, others,
         keeper=keeper, on_round=on_round, on_scores=on_scores,
     )  # fmt: skip
-    with server.serving(simulation.served(digest)) as rounds:
+    with server.serving(simulation.served(made)) as rounds:
         trial = simulation.go(rounds, server.title(study.algorithm))
     return trial if study.privacy is None else with_account(trial, study.privacy, asked)
 
@@ -238,11 +238,12 @@ class _Simulation:
                 f"{done} rounds of this study are done; ask for as many or more, got {study.rounds}"
             )
 
-    def served(self, digest: str) -> ServedStudy:
-        """Return what a server knows of this study. digest: the plan's."""
+    def served(self, plan: PlanMade) -> ServedStudy:
+        """Return what a server knows of this study. plan: that of its devices."""
         return value_from(
-            ServedStudy, self.study, devices=self._count(), plan=digest, population=len(self.seen),
+            ServedStudy, self.study, devices=self._count(), plan=plan.digest, frozen=plan.frozen,
             roles={name: self.plan.roles[name] for name in self.place.shared}, metric=self.metric,
+            population=len(self.seen),
         )  # fmt: skip
 
     def go(self, server: RoundServer, title: str) -> Trial:
