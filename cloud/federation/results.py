@@ -143,7 +143,8 @@ class Results:
             plan = await asyncio.to_thread(self._blobs.put_file, planned.plan)
             state = await asyncio.to_thread(self._blobs.put_file, planned.state)
             await asyncio.to_thread(self._make_durable, {state})  # it may be another run's
-            await asyncio.to_thread(self._check_buffers, record.spec, planned, state)
+            if record.spec.HasField("noise"):
+                await asyncio.to_thread(self._check_buffers, record.spec, planned, state)
         # Garbage collection removes blobs that no row names, and the rows are written later.
         await claim(self._db, self._blobs, {plan, state})
         return Prepared(
@@ -360,7 +361,8 @@ class Results:
         self, old: RunRecord, new: RunRecord, before: RunProjection, after: RunProjection
     ) -> None:
         """See `live.Worker`: removes what a closed round leaves."""
-        if after.state.charged > before.state.charged or after.state.phase in ENDED:
+        ends = after.state.phase in ENDED
+        if new.spec.HasField("noise") and (ends or after.state.charged > before.state.charged):
             loop = asyncio.get_running_loop()
             loop.run_in_executor(None, self._note_published, new, after.state)
         closed = before.state.round
@@ -379,8 +381,7 @@ class Results:
 
     def _note_published(self, record: RunRecord, state: RunState) -> None:
         privacy = privacy_of(record.spec)
-        if privacy is None:
-            return
+        assert privacy is not None
         try:
             if state.phase in ENDED:
                 self.noise.forget(record.id)

@@ -27,6 +27,7 @@ def run(privacy, folder=None, algorithm="fedavg", count=4, **options):
     return simulate(given.module(), given.shards(count), made, folder=folder)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", ["reptile", "fedprox", "fedavgm", "fomaml"])
 def test_hardly_any_noise_gives_the_mean_in_which_all_devices_weigh_the_same(algorithm):
     """Reptile and FOMAML weigh equally anyway; for the others, all devices have one size."""
