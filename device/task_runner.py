@@ -39,9 +39,14 @@ from triplane.proto.channels import connect
 from triplane.proto.disk import OS_DISK, write_atomic
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, TriplaneError, Unavailable
 from triplane.proto.roster import Roster
-from triplane.proto.transfer import download, upload
+from triplane.proto.transfer import download, size_of, upload
 from triplane.unified_ir.federated.core.draws import Array
-from triplane.unified_ir.federated.core.files import encode_update, read_state, write_update
+from triplane.unified_ir.federated.core.files import (
+    encode_update,
+    like_of,
+    read_state,
+    write_update,
+)
 from triplane.unified_ir.federated.core.learn import (
     ANCHOR,
     SHARED_ROLES,
@@ -51,6 +56,7 @@ from triplane.unified_ir.federated.core.learn import (
     learn,
     shared,
 )
+from triplane.unified_ir.federated.core.vector import VectorLayout, vector_buffers
 from triplane.unified_ir.federated.privacy.clipping import clip
 from triplane.unified_ir.files.container import Container
 from triplane.unified_ir.runtime.plan import Plan
@@ -113,6 +119,9 @@ class TaskRunner:
         self._plan_blob = b""
         self._fetched: set[bytes] = set()  # the state that this process fetched and verified
         self._fresh: dict[str, Array] = {}
+        self._layout = VectorLayout.of({})  # of the present plan
+        self._assigned: Mapping[str, Array] = {}  # the start of the present round
+        self._inline_state: tuple[bytes, Mapping[str, Array]] | None = None  # of this plan
         self._masking: MaskedRounds | None = None
 
     def do(self, task: Task, stop: StopToken, wanted: Iterable[Blob] = ()) -> pb.Contribution:
@@ -170,6 +179,8 @@ class TaskRunner:
             reason = settlement.reason[:MAX_REASON_CHARS] if settlement else "its lease is over"
             facts = {"run": run, "round": pending.facts.round, "counted": counted, "reason": reason}
             logger.info("update settled", extra=facts)
+        if not work_set.tasks:
+            self.model.write_waiting()
 
     def _do(self, task: Task, stop: StopToken, wanted: frozenset[bytes]) -> pb.Contribution:
         if task.step not in {"", KEYS}:
@@ -179,6 +190,10 @@ class TaskRunner:
             # The update of this lease was stored before a crash or a lost link: send the same
             # bytes, unless its plan is not signed any more (or never was: an earlier release).
             if pending.facts.lease == task.lease and not task.step:
+                if pending.layout and not task.takes_vector:
+                    # The cloud is of an earlier release now: learn again, for a file.
+                    self.memory.settle(pending, counted=False)
+                    continue
                 if not self.memory.has_bytes(pending):
                     raise Conflict("the update of this lease is masked and is sent in no other way")
                 self._signed.require(task, self._fetch(task.plan, self._blobs, wanted, stop))
@@ -186,10 +201,7 @@ class TaskRunner:
             other = pending.facts.lease != task.lease
             if other and pending.facts.run == task.work.run and task.kind in WRITERS:
                 raise Conflict(unsettled(pending.facts))
-        if task.kind in WRITERS:
-            self._privacy.check(task.work.run, task.work.round, task.lease, task.noise)
-        if task.message is not None and self._app is None:
-            raise Conflict("this device has no ClientApp; its owner gives it one (--app)")
+        self._check_work(task)
         path = self._fetch(task.plan, self._blobs, wanted, stop)
         # Before anything in the plan is used, or any other file is fetched for it.
         statement = self._signed.require(task, path)
@@ -211,6 +223,13 @@ class TaskRunner:
                 # Also after an error: a task that always fails must not get unlimited steps out of
                 # a plan that limits them.
                 self.memory.note_spent(plan.digest, plan.steps, plan.spent_s)
+
+    def _check_work(self, task: Task) -> None:
+        """Raise Conflict if this device does no such work at present."""
+        if task.kind in WRITERS:
+            self._privacy.check(task.work.run, task.work.round, task.lease, task.noise)
+        if task.message is not None and self._app is None:
+            raise Conflict("this device has no ClientApp; its owner gives it one (--app)")
 
     def learn(self, plan: Plan, task: Task, stop: StopToken) -> pb.Contribution:
         """Learn; an update that implies something is on the disk before any byte of it is sent."""
@@ -316,6 +335,11 @@ class TaskRunner:
     def _written(
         self, plan: Plan, task: Task, facts: UpdateFacts, change: Mapping[str, Array]
     ) -> PendingUpdate:
+        is_durable, layout = not _can_repeat(plan, task), self._layout
+        if task.takes_vector and not is_durable:
+            buffers_ = vector_buffers(change, layout, task.lease)
+            vector = b"".join(buffers_) if layout.size <= task.inline_bytes else buffers_
+            return self.memory.hold(facts, vector, layout.digest)
         options: dict[str, Any] = {
             "run": facts.run,
             "round": facts.round,
@@ -323,11 +347,10 @@ class TaskRunner:
             "compression": task.compression,
             "keep": task.keep,
             "seed": task.work.seed,
-            "remainder": _fitting(self.memory.personal(facts.run).remainder, change),
+            "remainder": _fitting(self.memory.remainder(facts.run, returns=task.returns), change),
             "device": task.work.device,
             "buffers": buffers(plan.roles),
         }
-        is_durable = not _can_repeat(plan, task)
         update: Path | bytes
         if sum(x.nbytes for x in change.values()) <= task.inline_bytes:
             update, remainder = encode_update(change, **options)
@@ -337,7 +360,8 @@ class TaskRunner:
             remainder = write_update(update, change, disk=disk, **options).remainder
         if not is_durable:
             return self.memory.hold(facts, update)
-        return self.memory.keep(facts, update, PersonalState(plan.view("personal"), remainder))
+        implied = PersonalState(plan.view("personal"), remainder)
+        return self.memory.keep(facts, update, implied, returns=task.returns)
 
     def _contribution_of(
         self, pending: PendingUpdate, task: Task, stop: StopToken
@@ -350,10 +374,10 @@ class TaskRunner:
         data = self.memory.inline_of(pending, task.inline_bytes) if task.inline_bytes else None
         stop.check()
         if data is None:
-            path = self.memory.bytes_of(pending)
+            source = self.memory.source_of(pending)
             # Returns only when the cloud has stored all bytes, so the contribution never names a
             # missing blob.
-            sha256, size = upload(self._channel(), path), path.stat().st_size
+            sha256, size = upload(self._channel(), source), size_of(source)
         else:
             sha256, size = hashlib.sha256(data).digest(), len(data)
         update = pb.Update(
@@ -361,8 +385,11 @@ class TaskRunner:
             examples=facts.examples,
             loss=facts.loss,
             seconds=facts.seconds,
-            inline=data or b"",
         )
+        if pending.layout:
+            update.vector.CopyFrom(pb.UpdateVector(data=data or b"", layout=pending.layout))
+        elif data is not None:
+            update.inline = data
         lease = bytes.fromhex(facts.lease)
         return pb.Contribution(run=facts.run, round=facts.round, lease=lease, update=update)
 
@@ -400,11 +427,13 @@ class TaskRunner:
     def _plan_of(self, task: Task, path: Path) -> Plan:
         if self._plan is None or self._plan_blob != task.plan.sha256:
             # Free the old plan before loading the new one: the device may lack memory for both.
-            self._plan, self._fresh = None, {}
+            self._plan, self._fresh, self._assigned, self._inline_state = None, {}, {}, None
             plan = Plan.load(path, options=OPTIONS)
             self._shard = shard_for(plan, self._samples)
             check_labels(plan, self._shard)
             of_run = set(shared(plan.roles))
+            shared_state = {n: x for n, x in plan.view().items() if n in of_run}
+            self._layout = VectorLayout.of(like_of(shared_state))
             kept = (n for n in plan.roles if n not in of_run and not n.startswith(ANCHOR))
             initial = plan.view()
             self._fresh = {name: initial[name].copy() for name in kept}
@@ -414,7 +443,13 @@ class TaskRunner:
 
     def _state_of(self, plan: Plan, task: Task) -> Mapping[str, Array]:
         if task.inline_state:
-            return read_state(Path("state"), plan=plan.digest, data=task.inline_state)
+            if self._inline_state is None or self._inline_state[0] != task.inline_state:
+                # The bytes were compared with the state's digest when the document was parsed.
+                state = read_state(
+                    Path("state"), plan=plan.digest, data=task.inline_state, verified=True
+                )
+                self._inline_state = task.inline_state, state
+            return self._inline_state[1]
         path = self._states.find(task.state.sha256)
         try:
             verified = task.state.sha256 in self._fetched
@@ -432,13 +467,22 @@ class TaskRunner:
         if odd := sorted(state.keys() ^ set(shared(plan.roles))):
             raise InvalidInput(f"the state of a task is all shared state; it differs in {odd[:4]}")
         # Personal tensors with an anchor are an algorithm's: SCAFFOLD's control variates sum up to
-        # that of the shared state, which begins at 0 in each run.
+        # that of the shared state, which begins at 0 in each run and after each return.
         fresh = {name.removeprefix(ANCHOR) for name in plan.roles if name.startswith(ANCHOR)}
-        kept = self.memory.personal(task.work.run, fresh).tensors
-        ours = _fitting(kept, plan.view("personal"))
+        personal = plan.view("personal")
+        if task.included is not None:
+            run = task.work.run
+            self.memory.take_back(run, included=task.included, returns=task.returns)
+        kept = (
+            self.memory.personal(task.work.run, fresh, returns=task.returns).tensors
+            if personal
+            else {}
+        )
+        ours = _fitting(kept, personal)
         # Later entries win: optimizer and the like restart from the plan, then shared, then
         # personal.
-        plan.assign({**self._fresh, **state, **ours})
+        self._assigned = {**self._fresh, **state, **ours}
+        plan.assign(self._assigned)
 
     def _adopt_unmeasured(self, plan: Plan, task: Task) -> None:
         """Use the shared state if no model was measured: at first, or with nothing held out.
@@ -449,7 +493,10 @@ class TaskRunner:
         if not choice or not choice.samples or not self._shard.held_out_samples:
             work = task.work
             new = ModelChoice(run=work.run, round=work.round, plan=blob, chosen=SHARED)
-            self.model.adopt_unmeasured(plan, new)
+            assigned = self._assigned
+            anchors = {n: n.removeprefix(ANCHOR) for n in plan.roles if n.startswith(ANCHOR)}
+            at_start = {n: assigned[base] for n, base in anchors.items() if base in assigned}
+            self.model.adopt_unmeasured(plan, new, {**at_start, **assigned})
 
 
 class InProcessExecutor(TaskRunner):

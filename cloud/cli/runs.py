@@ -119,10 +119,10 @@ def round_row(round_: Round, metric: Metric = ACCURACY) -> tuple[str, ...]:
 
 
 def scaled_text(round_: Round) -> str:
-    """Return "2 updates scaled", or nothing."""
+    """Return "2 updates above the norm bound", or nothing."""
     if not round_.scaled:
         return ""
-    return f"{round_.scaled} update{'s' if round_.scaled > 1 else ''} scaled"
+    return f"{round_.scaled} update{'s' if round_.scaled > 1 else ''} above the norm bound"
 
 
 def loss_text(loss: float) -> str:

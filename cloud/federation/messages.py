@@ -19,6 +19,7 @@ from triplane.unified_ir.federated.core.lease_changes import open_lease, open_le
 from triplane.unified_ir.federated.core.masked_round import is_in_step, step_ends_s
 from triplane.unified_ir.federated.core.metric import ACCURACY
 from triplane.unified_ir.federated.core.run import (
+    NEWEST_RULES,
     Ended,
     Outcome,
     Phase,
@@ -174,8 +175,11 @@ def task_message(
         inline_state=files.inline,
         inline_bytes=files.inline_bytes,
         cohort=fewest_updates(spec),
+        returns=state.watch.returns,
         masking=files.masking,
     )
+    if state.rules >= NEWEST_RULES:
+        task.included = bytes.fromhex(state.members[device].included_lease)
     if files.message is not None:
         task.flower.CopyFrom(files.message)
     elif at_hand.evaluates:
@@ -184,6 +188,8 @@ def task_message(
         task.learn.CopyFrom(pb.Learn(compression=spec.compression, keep=spec.keep))
         if (terms := noise_terms(spec, state)) is not None:
             task.noise.CopyFrom(terms)
+        is_clear = not (spec.HasField("flower") or spec.HasField("masking"))
+        task.takes_vector = is_clear and not spec.compression
     return task
 
 

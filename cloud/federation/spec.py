@@ -167,8 +167,6 @@ def _fill_compression(spec: pb.Spec) -> None:
 
 
 def _fill_robustness(spec: pb.Spec) -> None:
-    from triplane.unified_ir.federated.algorithms import algorithm
-
     asked, has_strategy = spec.robustness, spec.HasField("flower")
     if has_strategy and (asked.aggregator not in {"", "mean"} or asked.returns):
         raise InvalidInput(
@@ -183,13 +181,6 @@ def _fill_robustness(spec: pb.Spec) -> None:
             raise InvalidInput(
                 "a masked run does not return to an earlier state, because the cloud sees no loss "
                 "of a device; leave returns out, and look at evaluations"
-            )
-        asked.returns = 0
-    elif not algorithm(spec.algorithm).can_return:
-        if asked.returns:
-            raise InvalidInput(
-                f"a run of {spec.algorithm} does not return: the control variates on devices would "
-                "stay those of the spoilt state; leave returns out, or choose another algorithm"
             )
         asked.returns = 0
     limits = robustness_of(spec)

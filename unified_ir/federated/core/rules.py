@@ -6,10 +6,10 @@
 Ids are derived from the state, and events carry the time, so the same events give the same state,
 byte for byte. An update counts once: for the device that holds the lease, while its round collects.
 A device that disconnects keeps its lease for `patience_s` and may resume it. A connected device
-that misses a deadline is not drawn for some rounds if the others make the quorum. Where the loss
-over devices shows that the state is spoilt, the run returns to its last good one. `due_s` returns
-when the next `Tick` matters. The effect of a rule on journaled events never changes:
-`RunState.rules` is the version of the rules that a run uses.
+that misses a deadline, or whose contribution is refused, is not drawn for some rounds if the others
+make the quorum. Where the loss over devices shows that the state is spoilt, the run returns to its
+last good one. `due_s` returns when the next `Tick` matters. The effect of a rule on journaled
+events never changes: `RunState.rules` is the version of the rules that a run uses.
 
 The cost of one device's event is logarithmic in the number of devices: a rule that concerns all
 members or leases uses their indexes. Only the beginning and end of a round, and a restart, iterate
@@ -44,12 +44,15 @@ from triplane.unified_ir.federated.core.lease_changes import (
 from triplane.unified_ir.federated.core.round_end import (
     amended,
     ended,
+    must_return,
     turn_after,
     watched,
     watches,
     why_spoilt,
+    with_included,
 )
 from triplane.unified_ir.federated.core.run import (
+    NEWEST_RULES,
     RULES_WITH_PAUSES,
     RULES_WITH_RESTS,
     UNWILLING,
@@ -91,7 +94,6 @@ from triplane.unified_ir.federated.core.selection import (
     waits_for,
 )
 from triplane.unified_ir.federated.core.sorted_map import SortedMap
-from triplane.unified_ir.federated.core.spoilt import is_spoilt
 
 LEASE_CHARS: Final = 32
 MAX_GIVEN_UP: Final = 10
@@ -247,7 +249,12 @@ def _refuse(state: RunState, event: Refused | Declined) -> Step:
     if lease is None:
         return state, ()
     ended = replace(lease, reason=event.reason, bytes_down=event.bytes_down)
-    return masked_round.leave(state, ended, outcome)
+    after, tells = masked_round.leave(state, ended, outcome)
+    if outcome is Outcome.REFUSED and state.rules >= NEWEST_RULES:
+        # Otherwise, devices that send what cannot count would keep rounds below the quorum.
+        member = replace(after.members[lease.device], missed=state.members[lease.device].missed)
+        after = with_member(after, resting(member, state.turn[0]))
+    return after, tells
 
 
 def _tick(state: RunState, event: Tick) -> Step:
@@ -276,9 +283,10 @@ def _reduce(state: RunState, event: Reduced) -> Step:
         return state, ()
     good = state.good if state.watch.bad or not watches(state) else state.shared
     assert state.round is not None
-    state = note_published(state, counted_leases(state.round))
+    counted = counted_leases(state.round)
     reduced = replace(
-        state, shared=event.shared, attempt=0, fresh_optimizer=False,
+        note_published(with_included(state, counted), counted),
+        shared=event.shared, attempt=0, fresh_optimizer=False,
         charged=event.charged, clip=event.clip,
         spent=state.spent if event.shared == state.shared else (),
         # No later round could return to it.
@@ -462,7 +470,7 @@ def _end(state: RunState, why: str, now_s: float) -> Step:
     state = replace(state, history=(*state.history, ended(round_, now_s, why)))
     if watches(state) and not round_.evaluates:
         state = watched(state, round_, counted, short=short)
-        if is_spoilt(state.watch) and state.good:
+        if must_return(state, round_, short=short):
             return _return(state, counted, why, now_s), ()
     if short:
         return _give_up(state, why, now_s), ()

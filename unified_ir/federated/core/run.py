@@ -54,7 +54,7 @@ declined."""
 RULES_WITH_PAUSES: Final = 2
 """Rules that asked silent devices again in every round."""
 RULES_WITH_RESTS: Final = 3
-"""Rules that did not look at the loss over devices."""
+"""Rules that did not look at the loss over devices, and did not let refused devices rest."""
 NEWEST_RULES: Final = 4
 """Rules of new runs. The events of a run are always replayed by the rules with which it began."""
 
@@ -83,10 +83,11 @@ class RunMember:
     """A device that joined the run; it stays a member while it is disconnected, since `away_s`.
 
     dropped: contributions that did not count; `declined` of these were declined by the device
-    itself. why: counts by reason, for the first few reasons. missed: deadlines in a row that passed
-    without an answer; rests_until: number of the first round for which it is drawn like the others
-    again. settled: the answer to the newest contribution; counted_lease: the newest lease that
-    counted, or empty. used_round, uses: of a run with differential privacy, see `separation`.
+    itself. why: counts by reason, for the first few reasons. missed: rounds in a row without an
+    answer in time, or with a refused one; rests_until: number of the first round for which it is
+    drawn like the others again. settled: the answer to the newest contribution; counted_lease: the
+    newest lease that counted, or empty; included_lease: the newest one that a state includes.
+    used_round, uses: of a run with differential privacy, see `selection`.
     """
 
     device: str
@@ -105,6 +106,7 @@ class RunMember:
     counted_lease: str = ""
     used_round: int = field(default=0, metadata=ADDED)
     uses: int = field(default=0, metadata=ADDED)
+    included_lease: str = field(default="", metadata=ADDED)
 
 
 def _draws(member: RunMember) -> tuple[int, str] | None:
@@ -137,7 +139,7 @@ class Update:
     """A contribution whose bytes are on the cloud's disk and valid.
 
     blob: SHA-256 in hexadecimal. weight: the device's examples. norms: of its parameters and its
-    buffers, where the run bounds them.
+    buffers, where the run bounds them. is_vector: whether its bytes are a vector instead of a file.
     """
 
     blob: str
@@ -146,6 +148,7 @@ class Update:
     loss: float
     seconds: float
     norms: Norms | None = field(default=None, metadata=ADDED)
+    is_vector: bool = field(default=False, metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

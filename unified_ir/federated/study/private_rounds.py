@@ -14,7 +14,11 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.algorithms.aggregators import Reduction
-from triplane.unified_ir.federated.algorithms.composition import reduce_private_round
+from triplane.unified_ir.federated.algorithms.composition import (
+    check_composition,
+    reduce_private_round,
+)
+from triplane.unified_ir.federated.algorithms.table import algorithm
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.limits import OFF
 from triplane.unified_ir.federated.core.reduce import ServerHyper, ServerOptimizer
@@ -27,6 +31,7 @@ from triplane.unified_ir.federated.privacy.report import (
 )
 from triplane.unified_ir.federated.privacy.settings import DifferentialPrivacy
 from triplane.unified_ir.federated.study.checkpoint import StudyProgress
+from triplane.unified_ir.federated.study.masked_sums import masked_cohort, with_equal_weights
 from triplane.unified_ir.federated.study.trial import Trial
 
 NOISE: Final = "noise."
@@ -61,6 +66,35 @@ def within_budget(study: Any, *, devices: int, population: int) -> dict[str, Any
     # The clipping norm is the bound, and losses must not decide which state is next.
     limits = replace(study.robustness, norm_bound=OFF, returns=0)
     return {"privacy": privacy, "rounds": rounds, "robustness": limits}
+
+
+def prepared(study: Any, population: int) -> Any:
+    """Return a study with the noise, the rounds and the weights that its options lead to.
+
+    population: devices that learn. InvalidInput: not one round fits, or there are too few devices.
+    """
+    if study.privacy is not None or algorithm(study.algorithm).weighting == "equal":
+        study = replace(study, masking=with_equal_weights(study.masking))
+    if study.privacy is None:
+        return study
+    devices = study.devices or population
+    return replace(study, **within_budget(study, devices=devices, population=population))
+
+
+def check_rows(study: Any, population: int, *, buffers: bool, strategy: bool) -> None:
+    """Raise InvalidInput unless what a study demands composes; see `check_composition`."""
+    devices = study.devices or population
+    check_composition(
+        algorithm=study.algorithm,
+        devices=devices,
+        compression=study.compression,
+        keep=study.keep,
+        robustness=study.robustness,
+        privacy=study.privacy,
+        masked=masked_cohort(study.masking, devices),
+        strategy=strategy,
+        buffers=buffers,
+    )
 
 
 def with_account(trial: Trial, privacy: DifferentialPrivacy, asked: int) -> Trial:

@@ -24,7 +24,6 @@ from triplane.proto.messages import value_from
 from triplane.proto.suggestions import check_choice
 from triplane.unified_ir.federated.algorithms import Hyper, algorithm, plan_of
 from triplane.unified_ir.federated.algorithms.aggregators import MEAN, Robustness
-from triplane.unified_ir.federated.algorithms.composition import check_composition
 from triplane.unified_ir.federated.algorithms.hyper import LR
 from triplane.unified_ir.federated.algorithms.plan import PlanMade, functions_with_state
 from triplane.unified_ir.federated.core import defaults
@@ -41,7 +40,12 @@ from triplane.unified_ir.federated.privacy.settings import DifferentialPrivacy
 from triplane.unified_ir.federated.study import masked_sums
 from triplane.unified_ir.federated.study.change_spool import ChangeSpool
 from triplane.unified_ir.federated.study.checkpoint import Keeper, StudyProgress, identity
-from triplane.unified_ir.federated.study.private_rounds import norm_of, with_account, within_budget
+from triplane.unified_ir.federated.study.private_rounds import (
+    check_rows,
+    norm_of,
+    prepared,
+    with_account,
+)
 from triplane.unified_ir.federated.study.server import (
     Contribution,
     MeanServer,
@@ -90,9 +94,8 @@ class Study:
     ways: classes of an episode, drawn and numbered anew for each; 0: those of the samples.
     evaluate_every: rounds between scorings, 0 to score at the end only. rates: rates of adaptation
     that are tried at the end in addition to the run's own; the best of all counts. engine: what
-    runs and scores devices: "onnx", one after the other, or "xla", many at once. privacy: noise in
-    the sums; the same seed then gives other bits each time. masking: integers of 8 bits, whose
-    rounding does the same.
+    runs and scores devices: "onnx", one after the other, or "xla", many at once. privacy, masking:
+    noise in sums, integers of 8 bits; the same seed then gives other bits each time.
     """
 
     algorithm: str
@@ -162,38 +165,24 @@ def simulate(
     if not server.follows_limits:
         limits = replace(study.robustness, aggregator=MEAN, numbers={}, returns=0)
         study = replace(study, robustness=limits)
-    if not algorithm(study.algorithm).can_return:
-        study = replace(study, robustness=replace(study.robustness, returns=0))
     if not shards or study.devices > len(shards):
         raise InvalidInput(f"a round asks {study.devices or 1} devices; there are {len(shards)}")
-    asked = study.rounds
-    if study.privacy is not None or algorithm(study.algorithm).weighting == "equal":
-        study = replace(study, masking=masked_sums.with_equal_weights(study.masking))
-    if study.privacy is not None:
-        study = replace(
-            study,
-            **within_budget(study, devices=study.devices or len(shards), population=len(shards)),
-        )
+    asked, study = study.rounds, prepared(study, len(shards))
     study.robustness.check_count(study.devices or len(shards))
     with TemporaryDirectory() as temporary:
         path = Path(temporary) / PLAN
         # Through a file, so that a study runs exactly the plan that a device would receive.
-        made = plan_of(module, study.algorithm, study.hyper, path)
-        plan = Plan.load(path, expected_digest=made.digest)
-    check_composition(
-        algorithm=study.algorithm, devices=study.devices or len(shards),
-        compression=study.compression, keep=study.keep, robustness=study.robustness,
-        privacy=study.privacy, strategy=not server.follows_limits,
-        masked=masked_sums.masked_cohort(study.masking, study.devices or len(shards)),
-        buffers=bool(device.sent_buffers(plan.view(), plan.roles)),
-    )  # fmt: skip
-    facts = {**identity(made.digest, study, shards, others), **server.facts}
+        planned = plan_of(module, study.algorithm, study.hyper, path)
+        plan = Plan.load(path, expected_digest=planned.digest)
+    has_buffers = bool(device.sent_buffers(plan.view(), plan.roles))
+    check_rows(study, len(shards), buffers=has_buffers, strategy=not server.follows_limits)
+    facts = {**identity(planned.digest, study, shards, others), **server.facts}
     keeper = None if folder is None else Keeper(folder, facts)
     simulation = _Simulation(
         plan, _together(module, study, plan), study, shards, others,
         keeper=keeper, on_round=on_round, on_scores=on_scores,
     )  # fmt: skip
-    with server.serving(simulation.served(made)) as rounds:
+    with server.serving(simulation.served(planned)) as rounds:
         trial = simulation.go(rounds, server.title(study.algorithm))
     return trial if study.privacy is None else with_account(trial, study.privacy, asked)
 
@@ -348,8 +337,19 @@ class _Simulation:
         return replace(after, good=GOOD if self.place.good else "")
 
     def _return(self) -> int:
-        """Take the last good state; no update is reduced."""
-        self.place = replace(self.place, shared=self.place.good, slots={})
+        """Take the last good state; no update is reduced.
+
+        Personal tensors with an anchor are an algorithm's, such as control variates: they begin
+        again, as on devices (`device.memory`).
+        """
+        kept = {n for n in self.fresh if device.ANCHOR + n not in self.plan.roles}
+        personal = {
+            name: self.fresh | {n: x for n, x in own.items() if n in kept}
+            for name, own in self.place.personal.items()
+        }
+        self.place = replace(
+            self.place, shared=self.place.good, slots={}, personal=personal, remainders={}
+        )
         return 0
 
     def _learn_all(
