@@ -28,6 +28,7 @@ from triplane.device.memory import (
     unsettled,
 )
 from triplane.device.model import SHARED, DeviceModel, ModelChoice
+from triplane.device.privacy_account import PrivacyAccount
 from triplane.device.roster import current_roster
 from triplane.device.signed_plans import SignedPlans, Verify, verified_here
 from triplane.device.stopping import StopToken, Withdrawn
@@ -56,6 +57,7 @@ from triplane.unified_ir.federated.core.learn import (
     shared,
 )
 from triplane.unified_ir.federated.core.vector import VectorLayout, vector_buffers
+from triplane.unified_ir.federated.privacy.clipping import clip
 from triplane.unified_ir.files.container import Container, release_mapped
 from triplane.unified_ir.runtime.plan import Plan
 from triplane.unified_ir.runtime.session import CancellationToken as GraphStop
@@ -112,6 +114,7 @@ class TaskRunner:
         self._states = BlobFolder(home.plans, UNSYNCED, max_bytes=settings.max_blob_bytes)
         self.memory = Memory(home.personal, home.pending)
         self.model = DeviceModel(home.model)
+        self._privacy = PrivacyAccount(home, settings)
         self._plan: Plan | None = None
         self._plan_blob = b""
         self._fetched: set[bytes] = set()  # the state that this process fetched and verified
@@ -198,8 +201,7 @@ class TaskRunner:
             other = pending.facts.lease != task.lease
             if other and pending.facts.run == task.work.run and task.kind in WRITERS:
                 raise Conflict(unsettled(pending.facts))
-        if task.message is not None and self._app is None:
-            raise Conflict("this device has no ClientApp; its owner gives it one (--app)")
+        self._check_work(task)
         path = self._fetch(task.plan, self._blobs, wanted, stop)
         # Before anything in the plan is used, or any other file is fetched for it.
         statement = self._signed.require(task, path)
@@ -222,6 +224,13 @@ class TaskRunner:
                 # a plan that limits them.
                 self.memory.note_spent(plan.digest, plan.steps, plan.spent_s)
 
+    def _check_work(self, task: Task) -> None:
+        """Raise Conflict if this device does no such work at present."""
+        if task.kind in WRITERS:
+            self._privacy.check(task.work.run, task.work.round, task.lease, task.noise)
+        if task.message is not None and self._app is None:
+            raise Conflict("this device has no ClientApp; its owner gives it one (--app)")
+
     def learn(self, plan: Plan, task: Task, stop: StopToken) -> pb.Contribution:
         """Learn; an update that implies something is on the disk before any byte of it is sent."""
         if plan.compression and task.compression not in plan.compression:
@@ -236,9 +245,13 @@ class TaskRunner:
             StoppablePlan(plan, stop), task.work, self._shard, lambda: self._state_of(plan, task)
         )
         facts = _update_facts(task, learned.examples, learned.loss, began_s)
+        change = learned.change
+        if task.noise is not None:
+            change = {name: np.array(x) for name, x in change.items()}
+            clip(change, task.noise.clip)
         if masked is not None:
-            return self._advertised(plan, task, masked, facts, learned.change)
-        return self._contribution_of(self._written(plan, task, facts, learned.change), task, stop)
+            return self._advertised(plan, task, masked, facts, change)
+        return self._contribution_of(self._written(plan, task, facts, change), task, stop)
 
     def _begun(self, plan: Plan, task: Task) -> "MaskedRound":
         """Return the masked round of a task; its base is hashed here, whatever the task says."""
@@ -355,6 +368,9 @@ class TaskRunner:
     ) -> pb.Contribution:
         """Return the contribution of an update: with its bytes, or after uploading them."""
         facts = pending.facts
+        if task.noise is not None:
+            # Before a byte leaves. A repeat under the same lease is free: it sends the same bytes.
+            self._privacy.charge(facts.run, facts.round, facts.lease, task.noise)
         data = self.memory.inline_of(pending, task.inline_bytes) if task.inline_bytes else None
         stop.check()
         if data is None:
@@ -538,8 +554,11 @@ WRITERS: Final = ("learn", "flower")
 def _can_repeat(plan: Plan, task: Task) -> bool:
     """Return whether a killed process could learn the same update again without a loss.
 
-    Compression leaves a remainder, and steps of a plan with limits cannot be repeated.
+    Compression leaves a remainder, and steps of a plan with limits cannot be repeated. With noise,
+    other samples must not give a second update under one charge.
     """
+    if task.noise is not None:
+        return False
     limited = plan.limits.max_steps or plan.limits.time_s
     return not (plan.view("personal") or task.compression or limited)
 

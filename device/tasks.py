@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from triplane.device.privacy_account import NoiseTask, noise_task
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import InvalidInput
 from triplane.proto.plan_statement import MAX_LEAST
@@ -53,8 +54,9 @@ class Task:
     cohort: fewest updates of which the next state is computed, as the cloud says; 0 if it does not.
     returns: how often the run returned from a spoilt state. included: lease of this device's newest
     update that the state includes, or empty; None if the cloud does not say. step: of a masked
-    round, a field of `MaskingStep.asks`; "" if the update is in the clear. document: the message
-    that it was parsed from.
+    round, a field of `MaskingStep.asks`; "" if the update is in the clear. noise: what the cloud
+    asks of the change in a run with differential privacy. document: the message that it was parsed
+    from.
     """
 
     kind: str
@@ -71,6 +73,7 @@ class Task:
     inline_bytes: int = 0
     takes_vector: bool = False
     cohort: int = 0
+    noise: NoiseTask | None = None
     returns: int = 0
     included: str | None = None
     step: str = ""
@@ -189,7 +192,18 @@ def _learns(task: Task, message: pb.Task, _max_blob_bytes: int) -> Task:
     keep = learn.keep or 1.0
     # Constructed only to validate its arguments.
     Compressor(learn.compression, keep=keep)
-    return replace(task, compression=learn.compression, keep=keep)
+    noise = noise_task(message.noise) if message.HasField("noise") else None
+    if noise is not None and message.HasField("masking"):
+        raise InvalidInput(
+            "this device knows no noise for masked updates, whose integers are longer than what "
+            "was clipped; the task asks for both"
+        )
+    if noise is not None and learn.compression:
+        raise InvalidInput(
+            "a change that is clipped for differential privacy is not compressed, which may make "
+            f"it longer; the task asks for {learn.compression!r}"
+        )
+    return replace(task, compression=learn.compression, keep=keep, noise=noise)
 
 
 def _evaluates(task: Task, message: pb.Task, _max_blob_bytes: int) -> Task:

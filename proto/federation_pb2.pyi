@@ -543,6 +543,7 @@ class Run(_message.Message):
     REFUSALS_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     METRIC_FIELD_NUMBER: _builtins.int
+    EPSILON_SPENT_FIELD_NUMBER: _builtins.int
     ROSTER_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """16 hexadecimal digits."""
@@ -562,6 +563,8 @@ class Run(_message.Message):
     """What scores and spreads are: absent for accuracy; "loss" for a model without one, where lower is
     better.
     """
+    epsilon_spent: _builtins.float
+    """Epsilon at the noise's delta that the published states have cost a device; absent without noise."""
     roster: _builtins.int
     """Version of the signed roster of devices; 0 if there is none that is valid now."""
     @_builtins.property
@@ -591,14 +594,20 @@ class Run(_message.Message):
         refusals: Global___Refusals | None = ...,
         revision: _builtins.int = ...,
         metric: _builtins.str | None = ...,
+        epsilon_spent: _builtins.float | None = ...,
         roster: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_metric", b"_metric", "metric", b"metric", "refusals", b"refusals", "spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_epsilon_spent", b"_epsilon_spent", "_metric", b"_metric", "epsilon_spent", b"epsilon_spent", "metric", b"metric", "refusals", b"refusals", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_metric", b"_metric", "ended_s", b"ended_s", "id", b"id", "members", b"members", "metric", b"metric", "phase", b"phase", "reason", b"reason", "refusals", b"refusals", "result", b"result", "revision", b"revision", "roster", b"roster", "round", b"round", "rounds", b"rounds", "spec", b"spec", "started_by", b"started_by", "started_s", b"started_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epsilon_spent", b"_epsilon_spent", "_metric", b"_metric", "ended_s", b"ended_s", "epsilon_spent", b"epsilon_spent", "id", b"id", "members", b"members", "metric", b"metric", "phase", b"phase", "reason", b"reason", "refusals", b"refusals", "result", b"result", "revision", b"revision", "roster", b"roster", "round", b"round", "rounds", b"rounds", "spec", b"spec", "started_by", b"started_by", "started_s", b"started_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__epsilon_spent: _TypeAlias = _typing.Literal["epsilon_spent"]  # noqa: Y015
+    _WhichOneofArgType__epsilon_spent: _TypeAlias = _typing.Literal["_epsilon_spent", b"_epsilon_spent"]  # noqa: Y015
     _WhichOneofReturnType__metric: _TypeAlias = _typing.Literal["metric"]  # noqa: Y015
     _WhichOneofArgType__metric: _TypeAlias = _typing.Literal["_metric", b"_metric"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__epsilon_spent) -> _WhichOneofReturnType__epsilon_spent | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__metric) -> _WhichOneofReturnType__metric | None: ...
 
 Global___Run: _TypeAlias = Run  # noqa: Y015

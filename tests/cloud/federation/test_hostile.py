@@ -38,7 +38,8 @@ from triplane.proto.transfer_pb2 import DownloadRequest
 from triplane.proto.transfer_pb2_grpc import TransferStub
 from triplane.unified_ir.federated.core import learn
 from triplane.unified_ir.federated.core.files import INLINE_BYTES, like_of
-from triplane.unified_ir.federated.core.run import RunMember, RunPlan, RunState
+from triplane.unified_ir.federated.core.run import RunMember, RunState
+from triplane.unified_ir.federated.core.run_plan import RunPlan
 from triplane.unified_ir.federated.core.vector import VectorLayout, encode_vector
 from triplane.unified_ir.files import container
 

@@ -231,12 +231,14 @@ UNLIMITED: Final = Robustness(norm_bound=OFF, max_examples=MAX_EXAMPLES, returns
 class Reduction:
     """The next state and the optimizer's slots. scaled: updates that were above a norm bound.
 
-    They were scaled, or left out.
+    They were scaled, or left out. clip: the next round's norm, where it follows the updates of a
+    run with differential privacy.
     """
 
     state: dict[str, Array]
     slots: dict[str, Array]
     scaled: int
+    clip: float = 0.0
 
 
 def reduce_round(

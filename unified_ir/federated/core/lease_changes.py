@@ -100,6 +100,8 @@ def settle(state: RunState, lease: Lease, outcome: Outcome) -> Step:
         rests_until=0 if answered else member.rests_until,
         counted_lease=lease.id if counted else member.counted_lease,
     )
+    if counted and state.plan.budget is not None and state.round and not state.round.evaluates:
+        member = replace(member, used_round=state.round.number)
     return with_member(put_lease(state, replace(lease, outcome=outcome)), member), (
         Tell(lease.device),
     )
