@@ -150,21 +150,31 @@ def _pick(x: Array, keep: float, _rng: Draws) -> tuple[Array, ...]:
     flat = x.reshape(-1)
     if flat.size > MAX_INDEX:
         raise InvalidInput(f"top-k indexes at most {MAX_INDEX} entries, got {flat.size}")
-    index = _largest(np.abs(flat), math.ceil(keep * flat.size))
-    return index.astype(np.uint32), flat[index], np.asarray(x.shape, np.int64).reshape(-1)
+    index = _largest(flat, math.ceil(keep * flat.size))
+    return index, flat[index], np.asarray(x.shape, np.int64).reshape(-1)
 
 
 def _lose_picked(x: Array, index: Array, _value: Array, _shape: Array) -> None:
     x.reshape(-1)[index] = 0
 
 
-def _largest(size: Array, k: int) -> Array:
-    if k >= len(size):
-        return np.arange(len(size))
+def _largest(flat: Array, k: int) -> Array:
+    if k >= len(flat):
+        return np.arange(len(flat), dtype=np.uint32)
     # O(n), where sorting would be O(n log n): only the k-th largest value has to be found.
-    edge = np.partition(size, len(size) - k)[len(size) - k]
-    above, equal = np.flatnonzero(size > edge), np.flatnonzero(size == edge)
-    return np.sort(np.concatenate([above, equal[: k - len(above)]]))
+    sizes = np.abs(flat)
+    sizes.partition(len(sizes) - k)
+    edge = sizes[len(sizes) - k]
+    del sizes
+    # In chunks, because a device has no memory for more arrays as long as its parameters.
+    above, equal, left = [], [], k
+    for at in range(0, len(flat), CHUNK):
+        part = np.abs(flat[at : at + CHUNK])
+        above.append((np.flatnonzero(part > edge) + at).astype(np.uint32))
+        equal.append((np.flatnonzero(part == edge)[:left] + at).astype(np.uint32))
+        left -= len(equal[-1])
+    larger = np.concatenate(above)
+    return np.sort(np.concatenate([larger, np.concatenate(equal)[: k - len(larger)]]))
 
 
 def _scatter(index: Array, value: Array, shape: Array) -> Array:
