@@ -262,6 +262,8 @@ class Memory:
             if path.exists():  # a copy, so that there is a state at every instant
                 with path.open("rb") as now, atomic_file(path.with_suffix(BEFORE)) as before:
                     shutil.copyfileobj(now, before)
+            else:
+                drop(path.with_suffix(BEFORE))  # of a state that was damaged and removed
             container.write(path, KIND, _parts(implied), properties={LEASE: pending.facts.lease})
             self._forget_oldest("*.state")
         for kept in (self._verified, self._small, self._large):

@@ -141,6 +141,17 @@ def test_a_first_update_that_the_cloud_did_not_include_leaves_nothing(folders):
     assert plain(memory.personal(RUN)) == {"head": [0]}
 
 
+def test_what_was_before_a_state_that_was_lost_does_not_come_back(folders):
+    memory = Memory(*folders)
+    settled_in_turn(memory, A, B)
+    (state,) = folders[0].glob("*.state")
+    state.write_bytes(b"damaged")
+    assert Memory(*folders).personal(RUN) == NOTHING
+    settled_in_turn(memory, "cc" * 16)
+    memory.take_back(RUN, included=A)  # the cloud was restored, or the round of B was abandoned
+    assert memory.personal(RUN) == NOTHING
+
+
 @pytest.mark.parametrize("cut", ["write", "drop"])
 def test_a_settlement_that_a_crash_cut_short_keeps_what_was_before(folders, monkeypatch, cut):
     memory = Memory(*folders)
