@@ -147,6 +147,16 @@ def resting(member: RunMember, number: int) -> RunMember:
     return replace(member, missed=missed, rests_until=number + 1 + rest)
 
 
+def with_rest(before: RunState, after: RunState, device: str) -> RunState:
+    """Return `after` with a rest for a device whose answer was refused.
+
+    before: has the rounds in a row that it missed; a settlement counts a refusal as an answer.
+    Without rests, devices that send what cannot count would keep rounds below the quorum.
+    """
+    member = replace(after.members[device], missed=before.members[device].missed)
+    return with_member(after, resting(member, after.turn[0]))
+
+
 def away_since(round_: Round, latest_s: float) -> list[Lease]:
     """Return the open leases of devices that left before then, in the order of their names."""
     leases = leases_of(round_)

@@ -30,6 +30,7 @@ from triplane.unified_ir.federated.core.lease_changes import (
     settle,
     unwanted,
     with_member,
+    with_rest,
 )
 from triplane.unified_ir.federated.core.limits import EXAMPLES_FACTOR, lower_median
 from triplane.unified_ir.federated.core.masked_step import MaskedProgress, MaskedStep, StepAnswer
@@ -198,7 +199,8 @@ def refuse(state: RunState, refused: Iterable[tuple[str, str]]) -> Step:
         state = replace(state, refusals={**state.refusals, REFUSED: count})
         kept = tuple(x for x in lease.answers if has_taken(lease, x.step))
         gone = replace(lease, reason=reason, answers=kept)
-        state, more = leave(state, gone, Outcome.REFUSED)
+        after, more = leave(state, gone, Outcome.REFUSED)
+        state = with_rest(state, after, device)
         tells += more
     return state, tells
 

@@ -40,6 +40,7 @@ from triplane.unified_ir.federated.core.lease_changes import (
     settle,
     unwanted,
     with_member,
+    with_rest,
 )
 from triplane.unified_ir.federated.core.round_end import (
     amended,
@@ -251,9 +252,7 @@ def _refuse(state: RunState, event: Refused | Declined) -> Step:
     ended = replace(lease, reason=event.reason, bytes_down=event.bytes_down)
     after, tells = masked_round.leave(state, ended, outcome)
     if outcome is Outcome.REFUSED and state.rules >= NEWEST_RULES:
-        # Otherwise, devices that send what cannot count would keep rounds below the quorum.
-        member = replace(after.members[lease.device], missed=state.members[lease.device].missed)
-        after = with_member(after, resting(member, state.turn[0]))
+        after = with_rest(state, after, lease.device)
     return after, tells
 
 

@@ -219,9 +219,21 @@ def test_refused_answers_leave_the_round_and_are_counted():
     state, _ = step(state, exchanged(state, refused={names[1]: "not signed"}))
     assert outcomes(state.round)[names[1]] is Outcome.REFUSED
     assert state.refusals == {"masking": 1}
+    assert [n for n in names if state.members[n].rests_until > 1] == [names[1]]
     assert state.round.masked.step is SIGNATURES
     state, effects = answered(state, [names[0], *names[2:]])
     assert exchanges(effects) == [[names[0], *names[2:]]]
+
+
+def test_a_device_that_is_refused_again_rests_longer():
+    names, rests = DEVICES[:4], []
+    state = begun()
+    for _ in range(2):
+        state, _ = answered(state, names)
+        state, _ = step(state, exchanged(state, refused={names[1]: "not signed"}, failure="f"))
+        rests.append(state.members[names[1]].rests_until)
+        state, _ = step(state, Tick(at_s=state.not_before_s))
+    assert rests == [3, 4]
 
 
 def test_a_device_that_began_again_may_replace_its_keys_until_they_are_exchanged():
