@@ -114,6 +114,9 @@ def _answer(
         if request["kind"] == "settle":
             runner.settle(work_set)
             return encoded(b"")
+        if request["kind"] == "write":
+            runner.write_model()
+            return encoded(b"")
         _limit_processor(settings.max_cpu_s)
         (task,) = work_set.tasks
         wanted = [Blob(bytes.fromhex(sha256), size) for sha256, size in request["wanted"]]

@@ -123,6 +123,13 @@ class ChildExecutor:
                 self._send({"kind": "settle", "device": "", "work": work_set.document})
                 self._require_reply()
 
+    def write_model(self) -> None:
+        """See `TaskRunner`. No child is started for it."""
+        with self._using:
+            if self._child is not None:
+                self._send({"kind": "write", "device": "", "work": pb.Work()})
+                self._require_reply()
+
     def _require_reply(self, context: str = "") -> None:
         """Raise the error in the child's reply, or Unavailable if it has ended."""
         reply = self._reply()

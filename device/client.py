@@ -41,6 +41,8 @@ T = TypeVar("T")
 SOFTWARE: Final = "triplane"
 IDLE_S: Final = 1.5
 """Time without work after which the newest document is settled once more; see `model.WAIT_S`."""
+LAST_WRITE_S: Final = 2.0
+"""Longest time for which a stop waits until the model is written."""
 FIRST_WAIT_S: Final = 0.5
 MAX_WAIT_S: Final = 30.0
 RENEWAL_LOOK_S: Final = 3600.0
@@ -313,11 +315,20 @@ class _Working:
                 task.cancel()
             if self._doing:
                 self._doing[1].now()
+            else:
+                await self._write_model()
             self._runner.interrupt()
             await asyncio.gather(*tasks, return_exceptions=True)
             async with self._runner_free:
                 self._runner.close()
                 logger.info("device stopped", extra={"device": self._name})
+
+    async def _write_model(self) -> None:
+        """Let a runner without a task write the newest state, which may wait for the next one."""
+        limit = self._loop.call_later(LAST_WRITE_S, self._runner.interrupt)
+        with contextlib.suppress(TriplaneError, Withdrawn):  # the model is older, as after a kill
+            await self._in_runner(self._runner.write_model)
+        limit.cancel()
 
     def _greeting(self) -> pb.Offer:
         """Return the offer, with the metadata that was verified until now."""

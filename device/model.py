@@ -7,8 +7,8 @@ state stays only while it is better than every later shared state. The model is 
 Without a measurement the model is the newest shared state, which changes with every task. Such
 states are written to `personal/model.newest` without a sync, and to the durable file when a run
 begins and once in `SYNC_S`; after a power cut the model may be older by that time. While rounds
-follow each other fast, one is written in `WRITE_S`, and the last after `WAIT_S`. After a kill the
-model may be older by that time.
+follow each other fast, one is written in `WRITE_S`, and the last after `WAIT_S` or at `stop`. After
+a kill the model may be older by that time.
 """
 
 from __future__ import annotations
@@ -169,10 +169,10 @@ class DeviceModel:
         written, at_s = self._written
         return _follows(choice, written) and time.monotonic() - at_s < WRITE_S
 
-    def write_waiting(self) -> None:
-        """Write the newest state if it has waited for the next one long enough."""
+    def write_waiting(self, *, at_once: bool = False) -> None:
+        """Write the newest state if it has waited for the next one long enough, or at once."""
         newest, waited_s = self._waiting, time.monotonic() - self._waits_since_s
-        if newest is not None and waited_s >= WAIT_S:
+        if newest is not None and (at_once or waited_s >= WAIT_S):
             self._write(self._newest, newest, UNSYNCED)
             self._written = newest.choice, time.monotonic()
 

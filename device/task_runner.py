@@ -182,6 +182,10 @@ class TaskRunner:
         if not work_set.tasks:
             self.model.write_waiting()
 
+    def write_model(self) -> None:
+        """Write the newest state that waits for the next one: the device stops."""
+        self.model.write_waiting(at_once=True)
+
     def _do(self, task: Task, stop: StopToken, wanted: frozenset[bytes]) -> pb.Contribution:
         if task.step not in {"", KEYS}:
             return self._masked_rounds().contribution(task, stop)

@@ -8,11 +8,13 @@ import threading
 
 import numpy as np
 import pytest
+from tests.device.devices import save_shard
 from tests.device.stage import RUN, client_at, lease, serving, staged
 from tests.federated.core import plans
 from tests.support.deadlines import within
 
 from triplane.device import FederatedClient
+from triplane.device.client import Graphs
 from triplane.device.home import DeviceHome
 from triplane.device.memory import Memory
 from triplane.device.task_runner import TaskRunner
@@ -398,6 +400,34 @@ def test_an_idle_device_writes_the_last_state_of_rounds_that_followed_fast(tmp_p
                 return client.choice().round
 
     assert within(story()) == 3
+
+
+@pytest.mark.parametrize("graphs", [Graphs.IN_PROCESS, Graphs.CHILD])
+def test_a_device_that_stops_serves_the_last_state_of_rounds_that_followed_fast(
+    tmp_path, monkeypatch, graphs
+):
+    monkeypatch.setattr("triplane.device.client.IDLE_S", 99.0)
+
+    async def story():
+        async with staged(tmp_path / "stage") as stage:
+            shard = plans.shard(held_out=0)
+            save_shard(tmp_path / "x.npz", shard)
+            source = shard if graphs is Graphs.IN_PROCESS else tmp_path / "x.npz"
+            client = client_at(stage, tmp_path / "ann", source, graphs=graphs)
+            async with serving(client):
+                await stage.offer()
+                plan, digest = stage.plan()
+                for number in (1, 2):
+                    w = np.full((2, 1), number, np.float32)
+                    more = {"plan": plan, "state": stage.state(digest, w=w), "round": number}
+                    stage.tell(
+                        stage.task(number, **more), settled=[settlement(number - 1, counted=True)]
+                    )
+                    await stage.contribution(lease(number))
+                await stage.heeded(pb.Work(settled=[settlement(2, counted=True)]))
+            return client.choice().round
+
+    assert within(story()) == 2
 
 
 def test_a_small_state_and_update_ride_in_messages_and_stay_the_same_after_a_restart(tmp_path):
