@@ -51,13 +51,16 @@ def keep_roster(home: DeviceHome, trust: Trust) -> None:
     metadata cannot be fetched now; what was stored stays.
     """
     before = _read(home)
-    least = before["version"] if before else 0
+    least, known = (before["version"], before["text"]) if before else (0, None)
     try:
-        roster = _newest(trust, least, before["text"] if before else None)
+        roster = _newest(trust, least, known)
     except Corrupt as error:
-        after = _fields(least, refused=str(error)[:MAX_REASON_CHARS])
+        # With the roster: another one of its number does not count later either.
+        after = _fields(least, known, str(error)[:MAX_REASON_CHARS])
     else:
-        after = _fields(roster.version, roster.text()) if roster else _fields(least)
+        # The list that withdraws a roster has a higher number, below which no roster counts again.
+        withdrawn = trust.versions().get(PLANS, 0) if known else 0
+        after = _fields(roster.version, roster.text()) if roster else _fields(max(least, withdrawn))
     if after != before:
         write_atomic(home.roster_file, json.dumps(after).encode())
 
@@ -72,9 +75,11 @@ def _newest(trust: Trust, least: int, known: str | None) -> Roster | None:
     # than the roster cannot have withdrawn it.
     version = roster.version if roster else trust.versions().get(PLANS, 0)
     if version < least:
-        shown = "roster" if roster else f"the list of {PLANS}"
+        shown, newest = (
+            "roster" if is_roster else f"the list of {PLANS}" for is_roster in (roster, known)
+        )
         raise Corrupt(
-            f"{shown} {version} is older than roster {least}, which this device has verified "
+            f"{shown} {version} is older than {newest} {least}, which this device has verified "
             "before; somebody shows it an old list of devices"
         )
     if roster and known and roster.version == least and roster.text() != known:

@@ -216,7 +216,42 @@ def test_a_withdrawn_roster_counts_no_longer_and_its_number_is_kept(cloud, home)
     made.signed.targets = {}
     cloud.repository.submit("plans", signed_by(cloud.offline, made, "plans").to_bytes())
     assert kept(cloud, home) is None
-    assert json.loads(home.roster_file.read_bytes())["version"] == 2
+    assert json.loads(home.roster_file.read_bytes())["version"] == 3
+
+
+def test_a_withdrawn_roster_does_not_come_back(cloud, home):
+    enlisted(cloud, ANN)
+    kept(cloud, home)
+    with_roster = load(cloud, "plans")
+    made = cloud.next_targets("plans")
+    made.signed.targets = {}
+    cloud.repository.submit("plans", signed_by(cloud.offline, made, "plans").to_bytes())
+    assert kept(cloud, home) is None
+    with_stolen_new_keys(cloud, plans=with_roster)
+    with pytest.raises(Corrupt, match="roster 2 is older than the list of plans 3"):
+        kept(cloud, home)
+    cloud.forged.clear()
+    cloud.repository.overtake(cloud.node("device").versions())
+    enlisted(cloud, EVE)
+    assert kept(cloud, home).digests == {EVE}
+
+
+def test_after_a_refusal_another_roster_of_the_same_number_is_refused_too(cloud, home):
+    enlisted(cloud, ANN)
+    kept(cloud, home)
+    forged = cloud.next_targets("plans")
+    forge_chain(cloud, plans=signed_by(cloud.online, forged, "auto"))
+    with pytest.raises(Corrupt, match="0 valid signatures of 1"):
+        kept(cloud, home)
+    cloud.forged.clear()
+    cloud.repository.overtake(cloud.node("device").versions())
+    forged = cloud.next_targets("plans")
+    forged.signed.targets[ROSTER_PATH] = target_file(
+        roster_target(Roster(2, int(cloud.clock()) + 9, frozenset({EVE})))
+    )
+    forge_chain(cloud, plans=signed_by(cloud.offline, forged, "plans"))
+    with pytest.raises(Corrupt, match="roster 2 lists other devices than when"):
+        kept(cloud, home)
 
 
 def test_another_roster_of_the_same_number_is_refused(cloud, home):
