@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import sqlalchemy as sa
 
@@ -184,7 +184,10 @@ class Results:
             if slots != record.slots.hex():
                 journal.change(connection, record.id, slots=bytes.fromhex(slots))
 
-        return reduced_event(order, state, done.scaled, charged=charged, clip=done.clip), write
+        left_out = tuple(order.leases[at].device for at in done.left_out)
+        return reduced_event(
+            order, state, done.scaled, charged=charged, clip=done.clip, left_out=left_out
+        ), write
 
     def _reduce(
         self,
@@ -256,11 +259,9 @@ class Results:
             assert lease.update is not None
             return self._updates.opened(record, lease.id, lease.update, like)
 
-        return [
-            RoundUpdate(lease.update.examples, partial(opened, lease), lease.update.norms)
-            for lease in order.leases
-            if lease.update is not None
-        ]
+        updates = [(lease, lease.update) for lease in order.leases if lease.update is not None]
+        assert len(updates) == len(order.leases)  # all counted, so positions are those of leases
+        return [RoundUpdate(x.examples, partial(opened, lease), x.norms) for lease, x in updates]
 
     def _read(self, sha256: bytes, prepared: Prepared) -> dict[str, Array]:
         path = self._blobs.find(sha256)
@@ -403,20 +404,16 @@ def _finished(now: RunState, at_s: float) -> Finished | None:
     return Finished(at_s=at_s) if now.phase is Phase.FINISHING else None
 
 
-def reduced_event(
-    order: Reduce, shared: str, scaled: int = 0, *, charged: int = 0, clip: float = 0.0
-) -> MakeEvent:
+def reduced_event(order: Reduce, shared: str, scaled: int = 0, **fields: Any) -> MakeEvent:
     """Return the event of a round's next state, unless the run has left that round.
 
-    The other arguments are fields of `Reduced`.
+    fields: others of `Reduced`.
     """
 
     def make(now: RunState, at_s: float) -> Reduced | None:
         if now.phase is not Phase.REDUCING or now.turn[0] != order.number:
             return None
-        return Reduced(
-            at_s=at_s, number=order.number, shared=shared, scaled=scaled, charged=charged, clip=clip
-        )
+        return Reduced(at_s=at_s, number=order.number, shared=shared, scaled=scaled, **fields)
 
     return make
 

@@ -12,7 +12,7 @@ from triplane.cloud.federation.spec import hyper_of, robustness_of, with_default
 from triplane.proto import federation_pb2 as pb
 from triplane.unified_ir.convert.conversion import read_model
 from triplane.unified_ir.federated.algorithms import algorithm, module_of, plan_of
-from triplane.unified_ir.federated.core import spoilt
+from triplane.unified_ir.federated.core import limits, spoilt
 from triplane.unified_ir.federated.core.compress import Compressor
 from triplane.unified_ir.federated.core.draws import Draws
 from triplane.unified_ir.federated.core.learn import Work, learn
@@ -136,4 +136,18 @@ def test_scaffold_that_returns_over_grpc_ends_as_its_study(tmp_path, monkeypatch
     over = within(over_the_wire(tmp_path, request), 120)
     alone, rounds = scaffold_study(tmp_path, request)
     assert [r.number for r in rounds if r.returned] == [4]
+    assert {n: t.array.tobytes() for n, t in over.state.items()} == alone
+
+
+@pytest.mark.long
+def test_scaffold_that_leaves_updates_out_over_grpc_ends_as_its_study(tmp_path, monkeypatch):
+    """A device takes back the control variate that is in no sum."""
+    monkeypatch.setattr(limits, "CONTROLLED_FACTOR", 1.0)  # some honest updates are above it
+    request = given.start_request(
+        model="tiny@1", algorithm="scaffold", rounds=6, cohort={"devices": 3},
+        hyperparameters=pb.Hyperparameters(lr=1.0),
+    )  # fmt: skip
+    over = within(over_the_wire(tmp_path, request), 120)
+    alone, rounds = scaffold_study(tmp_path, request)
+    assert [r.scaled for r in rounds] == [1, 1, 0, 0, 0, 0]
     assert {n: t.array.tobytes() for n, t in over.state.items()} == alone

@@ -117,6 +117,7 @@ def test_a_device_that_scales_its_change_moves_the_result_like_another(
     assert len(norms) == 9
     assert max(parameters for parameters, _ in norms) > 1e37
     assert [e.scaled for e in events if isinstance(e, Reduced)] == [1, 1, 1]
+    assert [e.left_out for e in events if isinstance(e, Reduced)] == [("cy",)] * 3
 
 
 @pytest.mark.long

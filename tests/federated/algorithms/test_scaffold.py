@@ -258,6 +258,18 @@ def test_scaffold_reaches_the_optimum_also_after_a_return():
     np.testing.assert_allclose(trial.state[weight_of(of)], optimum(every), rtol=0, atol=1e-4)
 
 
+def test_a_device_that_was_left_out_takes_its_control_variate_back():
+    """Otherwise c would differ from the mean of c_i for good, and so would where it leads."""
+    of, every = least_squares(4)
+    made = Study(
+        algorithm="scaffold", hyper=Hyper(lr=SHORT), rounds=150, steps=LENGTH, batch_size=1000
+    )
+    server = LyingServer({"device-03"}, scaled(1e4), range(1, 3))
+    trial = simulate(of, every, made, server=server)
+    assert [r.number for r in trial.rounds if r.scaled] == [1, 2]
+    np.testing.assert_allclose(trial.state[weight_of(of)], optimum(every), rtol=0, atol=1e-4)
+
+
 def weight_of(of):
     (name,) = (n for n in of.state if of.state[n].role is Role.PARAMETER)
     return name

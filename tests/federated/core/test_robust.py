@@ -243,7 +243,7 @@ def test_control_variates_are_limited_by_the_largest_median_of_all_rounds():
     # |S| is the number of devices that counted.
     expected = np.mean([flat(c) for c in late[:4]], 0) * np.r_[np.ones(20), 0.5 * 4 / 5]
     np.testing.assert_allclose(moved, expected, rtol=1e-2, atol=1e-6)
-    assert after.scaled == 1
+    assert (after.scaled, after.left_out) == (1, (4,))
 
 
 def test_the_order_of_updates_is_all_that_a_tie_of_krum_depends_on():

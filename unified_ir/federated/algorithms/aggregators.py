@@ -232,13 +232,14 @@ class Reduction:
     """The next state and the optimizer's slots. scaled: updates that were above a norm bound.
 
     They were scaled, or left out. clip: the next round's norm, where it follows the updates of a
-    run with differential privacy.
+    run with differential privacy. left_out: which updates were, by their position.
     """
 
     state: dict[str, Array]
     slots: dict[str, Array]
     scaled: int
     clip: float = 0.0
+    left_out: tuple[int, ...] = ()
 
 
 def reduce_round(
@@ -261,12 +262,14 @@ def reduce_round(
     """
     row, numbers = robustness.row, robustness.all_numbers
     controlled = bool(shares)
-    near = list(updates)
+    far: tuple[int, ...] = ()
     largest: dict[str, Array] = {}
     if updates and (controlled or robustness.norm_bound != OFF):
-        within, largest = _without_far(state, slots, updates, buffers, controlled=controlled)
-        if robustness.norm_bound != OFF and len(within) >= row.least(numbers):
-            near = within
+        updates, far, largest = _far(state, slots, updates, buffers, controlled=controlled)
+        if robustness.norm_bound == OFF or len(updates) - len(far) < row.least(numbers):
+            far = ()
+    without = frozenset(far)
+    near = [u for at, u in enumerate(updates) if at not in without]
     if not slots:
         # The first round, or the first one after a return: control variates of devices are 0.
         state = {n: np.zeros_like(x) if n in (shares or {}) else x for n, x in state.items()}
@@ -292,20 +295,20 @@ def reduce_round(
         shares={name: share * counted for name, share in (shares or {}).items()},
         combine=None if row.name == MEAN else combine,
     )  # fmt: skip
-    return Reduction(after, next_slots | largest, scaled + len(updates) - len(bounded))
+    return Reduction(after, next_slots | largest, scaled + len(far), left_out=far)
 
 
-def _without_far(
+def _far(
     state: Mapping[str, Array],
     slots: Mapping[str, Array],
     updates: Sequence[RoundUpdate],
     buffers: frozenset[str],
     *,
     controlled: bool,
-) -> tuple[list[RoundUpdate], dict[str, Array]]:
-    """Return the updates that honest devices may send, and what later rounds have to know.
+) -> tuple[list[RoundUpdate], tuple[int, ...], dict[str, Array]]:
+    """Return the updates with norms, positions of those that no honest device sends, and slots.
 
-    controlled: devices have control variates.
+    controlled: devices have control variates; the slots are what later rounds have to know.
     """
     measured = with_norms(updates, buffers)
     norms = [pair for _, pair in measured]
@@ -315,5 +318,5 @@ def _without_far(
     else:
         floats = {n: x for n, x in state.items() if np.issubdtype(x.dtype, np.floating)}
         most, kept = longest(norms, lambda: norms_of(floats, buffers)[0]), {}
-    near = [u for u, (p, s) in measured if p <= most[0] and s <= most[1]]
-    return near, kept
+    far = tuple(at for at, (p, s) in enumerate(norms) if p > most[0] or s > most[1])
+    return [u for u, _ in measured], far, kept

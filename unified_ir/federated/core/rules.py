@@ -282,9 +282,11 @@ def _reduce(state: RunState, event: Reduced) -> Step:
         return state, ()
     good = state.good if state.watch.bad or not watches(state) else state.shared
     assert state.round is not None
-    counted = counted_leases(state.round)
+    counted, left_out = counted_leases(state.round), frozenset(event.left_out)
+    # The others take back what they imply: a control variate of a device would stay in no sum.
+    included = [x for x in counted if x.device not in left_out]
     reduced = replace(
-        note_published(with_included(state, counted), counted),
+        note_published(with_included(state, included), counted),
         shared=event.shared, attempt=0, fresh_optimizer=False,
         charged=event.charged, clip=event.clip,
         spent=state.spent if event.shared == state.shared else (),

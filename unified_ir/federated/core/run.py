@@ -469,7 +469,8 @@ class Reduced:
     """The round's updates became the next shared state. scaled: those above a norm bound.
 
     charged: rounds charged to the budget, this one included; 0 without a budget. clip: the norm of
-    the next round, where it follows the updates.
+    the next round, where it follows the updates. left_out: devices whose updates are not in the
+    state, because no honest device sends such.
     """
 
     at_s: float
@@ -478,6 +479,7 @@ class Reduced:
     scaled: int = field(default=0, metadata=ADDED)
     charged: int = field(default=0, metadata=ADDED)
     clip: float = field(default=0.0, metadata=ADDED)
+    left_out: tuple[str, ...] = field(default=(), metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, unquote
@@ -74,6 +74,20 @@ class StudyProgress:
     watch: LossWatch = NO_LOSSES
     good: Mapping[str, Array] = field(default_factory=dict)
     used: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    def taken_back(self, before: StudyProgress, devices: tuple[str, ...]) -> StudyProgress:
+        """Return the progress with the devices' own arrays as they were before, if any were."""
+        left = frozenset(devices)
+
+        def restored(now: Owned, then: Owned) -> Owned:
+            kept = {name: own for name, own in now.items() if name not in left}
+            return kept | {name: then[name] for name in devices if name in then}
+
+        return replace(
+            self,
+            personal=restored(self.personal, before.personal),
+            remainders=restored(self.remainders, before.remainders),
+        )
 
 
 def identity(plan: str, study: Any, seen: Shards, unseen: Shards) -> dict[str, str]:

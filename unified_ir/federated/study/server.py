@@ -28,12 +28,13 @@ from triplane.unified_ir.federated.study.private_rounds import reduce_privately
 class Next:
     """What a round becomes. slots: what the server remembers until the next one.
 
-    scaled: updates that were above a norm bound.
+    scaled: updates that were above a norm bound. left_out: devices whose updates are not in it.
     """
 
     shared: Mapping[str, Array]
     slots: Mapping[str, Array]
     scaled: int = 0
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +157,8 @@ class _MeanRounds:
             draws=Draws(study.seed, number, "", "buckets"), weighting=row.weighting,
             server=row.server, hyper=study.hyper, buffers=self._buffers, shares=shares,
         )  # fmt: skip
-        return Next(done.state, done.slots, done.scaled)
+        left_out = tuple(contributions[at].device for at in done.left_out)
+        return Next(done.state, done.slots, done.scaled, left_out)
 
     def _reduce_masked(
         self, at: StudyProgress, contributions: Sequence[Contribution], masking: MaskedStudy

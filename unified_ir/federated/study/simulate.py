@@ -49,6 +49,7 @@ from triplane.unified_ir.federated.study.private_rounds import (
 from triplane.unified_ir.federated.study.server import (
     Contribution,
     MeanServer,
+    Next,
     RoundServer,
     ServedStudy,
     StudyServer,
@@ -78,6 +79,7 @@ NOW_S: Final = 0.0
 
 Some = TypeVar("Some")
 Arrays = Mapping[str, Array]
+Learnt = list[tuple[Arrays, machine.Update]]
 OnRound = Callable[[RoundRow], None]
 OnScores = Callable[[int, float | None, tuple[DeviceScore, ...]], None]
 """(round, 0 for the start; rate of adaptation if it is one of `Study.rates`; scores).
@@ -304,7 +306,7 @@ class _Simulation:
         started = time.perf_counter()
         state, leases = self._asked(state, server)
         assert state.round is not None
-        number = state.round.number
+        number, before = state.round.number, self.place
         with ChangeSpool() as self.spool:
             learned = self._learn_all(number, leases)
             for lease, (_, update) in zip(leases, learned, strict=True):
@@ -313,7 +315,8 @@ class _Simulation:
                 )
                 state, effects = step(state, arrived)
             reduces = any(isinstance(effect, machine.Reduce) for effect in effects)
-            scaled = self._reduce(state, server, leases, learned) if reduces else self._return()
+            result = self._reduced(server, leases, learned) if reduces else None
+        scaled = self._return() if result is None else self._adopt(state, before, result)
         took = time.perf_counter() - started
         ended = state.history[-1]
         down = sum(x.nbytes for x in self.place.shared.values()) * len(leases)
@@ -352,9 +355,7 @@ class _Simulation:
         )
         return 0
 
-    def _learn_all(
-        self, number: int, leases: Sequence[machine.Lease]
-    ) -> list[tuple[Arrays, machine.Update]]:
+    def _learn_all(self, number: int, leases: Sequence[machine.Lease]) -> Learnt:
         """Do the devices' work and return their changes as the cloud reads them."""
         if self.cohort is None:
             return [self._sent(number, lease, *self._learn(number, lease)) for lease in leases]
@@ -446,22 +447,21 @@ class _Simulation:
         assert state.round is not None
         return state, state.round.leases
 
-    def _reduce(
-        self,
-        state: machine.RunState,
-        server: RoundServer,
-        leases: Sequence[machine.Lease],
-        learned: Sequence[tuple[Arrays, machine.Update]],
-    ) -> int:
-        """Make the next shared state, and return how many updates were scaled."""
+    def _reduced(
+        self, server: RoundServer, leases: Sequence[machine.Lease], learned: Learnt
+    ) -> Next:
         contributions = [
             Contribution(lease.device, lease.id, update.examples, update.loss, change)
             for lease, (change, update) in zip(leases, learned, strict=True)
         ]
-        after = server.reduce(self.place, contributions)
+        return server.reduce(self.place, contributions)
+
+    def _adopt(self, state: machine.RunState, before: StudyProgress, after: Next) -> int:
+        """Take the next shared state, and return how many updates were scaled."""
         is_good = state.plan.returns > 0 and not state.watch.bad
         good = self.place.shared if is_good else self.place.good
-        self.place = replace(self.place, shared=after.shared, slots=after.slots, good=good)
+        place = self.place.taken_back(before, after.left_out) if after.left_out else self.place
+        self.place = replace(place, shared=after.shared, slots=after.slots, good=good)
         return after.scaled
 
     def _score(self, state: machine.RunState) -> machine.RunState:

@@ -146,6 +146,15 @@ def test_members_know_which_of_their_updates_is_in_a_shared_state():
     assert state.members["ada"].included_lease == first["ada"]
 
 
+def test_members_whose_updates_were_left_out_know_that_no_state_includes_them():
+    state, _ = begun()
+    first = {x.device: x.id for x in state.round.leases}
+    state, _ = all_arrive(state)
+    state, _ = step(state, Reduced(at_s=1.0, number=1, shared="s1", left_out=("bea",)))
+    assert {m.device: m.included_lease for m in state.members.values()} == first | {"bea": ""}
+    assert state.members["bea"].counted_lease == first["bea"]
+
+
 def test_device_that_declines_was_not_silent():
     state, _ = begun()
     state, _ = step(state, declined(state, "cem", 1.0))
