@@ -156,11 +156,19 @@ def complete(
     return state, (*tells, *pending(state)), ""
 
 
+def is_exchanging(state: RunState) -> bool:
+    """Return whether the cloud takes the answers of a step at the moment."""
+    round_ = state.round
+    return round_ is not None and round_.masked is not None and round_.masked.exchanging
+
+
 def pending(state: RunState) -> Effects:
     """Return the exchange that is under way, if one is."""
     round_ = state.round
-    if round_ is None or round_.masked is None or not round_.masked.exchanging:
+    if not is_exchanging(state):
         return ()
+    assert round_ is not None
+    assert round_.masked is not None
     step = round_.masked.step
     answered = tuple(x for x in open_leases(state) if answer_of(x, step))
     return (Exchange(round_.number, round_.attempt, step, answered),)
@@ -178,9 +186,9 @@ def is_expected(state: RunState, event: Exchanged) -> bool:
     """Return whether the event is of the exchange that is under way."""
     round_ = state.round
     return (
-        round_ is not None
+        is_exchanging(state)
+        and round_ is not None
         and round_.masked is not None
-        and round_.masked.exchanging
         and (event.number, event.attempt) == (round_.number, round_.attempt)
         and event.step is round_.masked.step
     )

@@ -212,6 +212,25 @@ def test_a_stopped_run_remembers_who_was_asked_for_an_input():
     assert (state.phase, state.spent) == (Phase.STOPPED, asked)
 
 
+@pytest.mark.parametrize("what", [KEYS, SHARES, INPUTS])
+def test_a_device_that_declines_while_its_answer_is_taken_stays_with_its_answer(what):
+    """The others' masks cancel with its own: the cohort that is computed again must have it."""
+    names = DEVICES[:4]
+    state = through(begun(), names, what)
+    state, _ = answered(state, names)
+    lease = open_lease(state, names[1]).id
+    for event in (
+        Declined(at_s=2.0, device=names[1], lease=lease, reason="too hot"),
+        Refused(at_s=2.0, device=names[1], lease=lease, kind="masking", reason="r"),
+    ):
+        assert step(state, event)[0] is state
+    state, _ = step(state, exchanged(state))
+    assert {x.device for x in state.round.leases if x.taken is what} == {*names}
+    state, _ = step(state, Declined(at_s=3.0, device=names[1], lease=lease, reason="too hot"))
+    kept = what is INPUTS
+    assert outcomes(state.round)[names[1]] is (Outcome.OPEN if kept else Outcome.DECLINED)
+
+
 def test_refused_answers_leave_the_round_and_are_counted():
     names = DEVICES[:4]
     state = through(begun(), names, INPUTS)
