@@ -19,7 +19,7 @@ from triplane.device.home import DEFAULT_HOME, DeviceHome, DeviceSettings, Sessi
 from triplane.device.samples import Source, shard_of
 from triplane.device.seen_metadata import note_metadata
 from triplane.device.stopping import StopToken, TaskExpired, Withdrawn
-from triplane.device.tasks import MAX_REASON_CHARS, Task, WorkSet, work_set_of
+from triplane.device.tasks import KEYS, MAX_REASON_CHARS, Task, WorkSet, work_set_of
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.channels import connect_aio
 from triplane.proto.errors import Conflict, InvalidInput, NotFound, TriplaneError, Unavailable
@@ -427,7 +427,7 @@ class _Working:
         for refused in work_set.refused:
             if refused.lease.hex() not in self._done:
                 return refused.lease.hex(), refused
-        for task in work_set.tasks:
+        for task in _urgent(work_set.tasks):
             if task.key not in self._done and task.key in self._work_set.keys:
                 return task.key, await self._do(task, work_set)
         return None
@@ -510,6 +510,15 @@ class _Working:
                 except TriplaneError as error:
                     logger.warning("certificate not renewed", extra={"reason": str(error)})
             await asyncio.sleep(RENEWAL_LOOK_S)
+
+
+def _urgent(tasks: Sequence[Task]) -> Sequence[Task]:
+    """Return the steps of masked rounds in which nothing is learned; all tasks if there is none.
+
+    The other devices of such a round wait for seconds. A device that learns for another run in the
+    meantime would be lost to the round, which spends it for this state.
+    """
+    return [task for task in tasks if task.step not in {"", KEYS}] or tasks
 
 
 def _facts(task: Task) -> dict[str, object]:
