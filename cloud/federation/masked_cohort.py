@@ -97,7 +97,8 @@ class MaskedCohort:
         """Take the answers of a step and end it.
 
         Return the reasons of the answers that were refused, by device, and the reason why the round
-        cannot go on, or an empty text.
+        cannot go on, or an empty text. It is for the people of the cloud: it names devices as they
+        know them.
         """
         refused = {}
         for answer in answers:
@@ -106,11 +107,11 @@ class MaskedCohort:
             except (InvalidInput, Conflict) as error:
                 refused[answer.device] = str(error)
             except Unavailable as error:
-                return refused, str(error)
+                return refused, self._named(str(error))
         try:
             self._end(step)
         except TriplaneError as error:
-            return refused, str(error)
+            return refused, self._named(str(error))
         return refused, ""
 
     def asks(self, step: MaskedStep, device: str) -> pb.MaskingStep | None:
@@ -119,6 +120,12 @@ class MaskedCohort:
         if step not in self._asks or name not in self._cloud.session.devices:
             return None
         return self._asks[step](self._position(device))
+
+    def _named(self, text: str) -> str:
+        """Return the text with the names of devices in place of their pseudonyms."""
+        for device, pseudonym in self._names.items():
+            text = text.replace(pseudonym, device)
+        return text
 
     def _add(self, step: MaskedStep, answer: GivenAnswer) -> None:
         message, cloud = answer.message, self._cloud

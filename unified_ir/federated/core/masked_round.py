@@ -48,6 +48,7 @@ from triplane.unified_ir.federated.core.run import (
 
 REFUSED: Final = "masking"
 """The kind under which refused answers are counted."""
+GIVEN_UP: Final = "the round was given up"
 MAX_KEYS: Final = 4
 """Times that a device may advertise keys in a round: its process may end and begin again."""
 
@@ -233,12 +234,13 @@ def advance(state: RunState, masked: MaskedProgress, now_s: float) -> Step:
 def settle_all(state: RunState, reason: str) -> Step:
     """End the open leases of a round: they count if they are in the sum and nothing failed.
 
-    reason: why the round is given up, or empty.
+    reason: why the round is given up, or empty. It may name devices, and they know each other by
+    pseudonyms only, so they are not sent it.
     """
     tells: Effects = ()
     for lease in open_leases(state):
         counts = has_taken(lease, MaskedStep.INPUTS) and not reason
-        ended = replace(lease, due=None, reason=reason)
+        ended = replace(lease, due=None, reason=GIVEN_UP if reason else "")
         outcome = Outcome.COUNTED if counts else Outcome.LOST
         state, more = settle(state, ended, outcome)
         tells += more
@@ -260,10 +262,12 @@ def why_exhausted(state: RunState) -> str:
     needed = max(state.plan.quorum, state.plan.least)
     if left >= needed:
         return ""
+    last = state.history[-1].given_up if state.history else ""
+    why = f" (the last one: {last})" if last else ""
     return (
         f"a device masks an update for one state only once, and {len(spent)} were asked to in "
-        f"rounds without a sum; {left} others are left of {needed} needed. Add devices and resume "
-        "the run, or start a new one"
+        f"rounds without a sum{why}; {left} others are left of {needed} needed. Add devices and "
+        "resume the run, or start a new one"
     )
 
 
