@@ -40,6 +40,7 @@ from triplane.unified_ir.federated.core.run import (
     Lease,
     Masked,
     Outcome,
+    Phase,
     Round,
     RunPlan,
     RunState,
@@ -155,6 +156,12 @@ def complete(
         return state, tells, f"{answered} devices of {needed} needed advertised keys"
     state = _with_step(state, replace(masked, exchanging=True))
     return state, (*tells, *pending(state)), ""
+
+
+def is_masking(state: RunState) -> bool:
+    """Return whether devices of the open round were asked for their input, which spends them."""
+    masked = state.round.masked if state.round and state.phase is Phase.COLLECTING else None
+    return masked is not None and masked.step.is_at_least(MaskedStep.INPUTS)
 
 
 def is_exchanging(state: RunState) -> bool:
