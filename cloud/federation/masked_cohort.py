@@ -191,13 +191,15 @@ class MaskedCohort:
         sums, devices = self._cloud.sum(), len(self._cloud.contributors)
         means, weight = self._encoding.decode(sums, devices, cohort=len(self._cloud.session))
         for section, norm, mean in zip(self._encoding.sections, self._norms, means, strict=True):
-            # No device can be asked alone, so the sum is held to what honest devices can reach.
-            length = float(np.linalg.norm(mean.astype(np.float64))) * weight / self._encoding.cap
-            most = devices * norm + section.error_bound(devices)
+            # No device can be asked alone, so the mean is held to what honest devices can reach.
+            # By its weight: one device that takes from the masked sum of weights what the others
+            # gave would lengthen the mean by as much.
+            length = float(np.linalg.norm(mean.astype(np.float64)))
+            most = norm + section.error_bound(devices) * self._encoding.cap / weight
             if not length <= most:
                 raise Corrupt(
-                    f"the sum of {devices} masked updates has the norm {length:.4g}; updates of at "
-                    f"most {norm:g} each cannot exceed {most:.4g}, so a device lied, and the state "
-                    "is kept"
+                    f"the mean of {devices} masked updates has the norm {length:.4g}; updates of "
+                    f"at most {norm:g} each cannot exceed {most:.4g}, so a device lied, and the "
+                    "state is kept"
                 )
         return CohortMean(means, weight, devices)
