@@ -14,6 +14,7 @@ SUITE_records := tests/data/test_records_append.py
 SUITE_import := tests/onnx/test_exports.py
 SUITE_mutation := tests/mutation/test_search.py
 SUITE_robustness := tests/federated/study/test_attacks.py
+SUITE_privacy := tests/federated/study/test_private_accuracy.py
 SUITE_inversion := tests/federated/privacy/test_inversion.py
 SUITE_zoo := tests/engines/xla/test_zoo.py
 
@@ -39,7 +40,7 @@ quick: venv ## lint, types, imports and a sample of the fast tests, about a minu
 	@$(MAKE) --no-print-directory lint imports types
 	@TRIPLANE_SAMPLED=1 $(BIN)/python -m pytest -q -n 2 -m 'not deep and not long and not slow' $(ARGS)
 
-deep: venv ## the long searches, minutes each; SUITE=crash, rounds, signals, records, import, mutation, robustness, inversion or zoo writes docs/evidence/
+deep: venv ## the long searches, minutes each; SUITE=crash, rounds, signals, records, import, mutation, privacy, robustness, inversion or zoo writes docs/evidence/
 	@HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -o faulthandler_timeout=20000 -m 'deep or hypothesis' $(SUITE_$(SUITE)) $(ARGS)
 
 lint: venv ## ruff: rules and format

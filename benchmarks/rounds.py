@@ -42,9 +42,9 @@ COUNTED: Final = 1
 
 CASES: Final = (
     Case("3", 3, 16, 10, 10.0),
-    Case("10", 10, 16, 8, 25.0),
-    Case("100", 100, 16, 3, 250.0, flower=0),
-    Case("40mb", 2, 3162, 2, 700.0),
+    Case("10", 10, 16, 8, 20.0),
+    Case("100", 100, 16, 3, 200.0, flower=0),
+    Case("40mb", 2, 3162, 2, 500.0),
 )
 Start = Callable[[Path, Case, Relay | None], AbstractContextManager[Side]]
 FLOWER: Final[dict[str, Start]] = {

@@ -24,6 +24,7 @@ from triplane.cloud import __main__ as cloud
 from triplane.cloud.federation import results, update_store
 from triplane.cloud.store import writing
 from triplane.proto import disk
+from triplane.unified_ir.federated.algorithms import aggregators
 from triplane.unified_ir.files import digests
 
 SPENT: defaultdict[str, float] = defaultdict(float)
@@ -54,7 +55,7 @@ def put_clocks() -> None:
         (disk.OsDisk, "sync_folder", "fsync"),
         (results, "digest_of", "hash"),
         (digests, "sha256_of", "hash"),
-        (results, "reduce", "reduce"),
+        (aggregators, "reduce_round", "reduce"),
         (update_store, "read_update", "check"),
         (writing.Writer, "_do", "commit"),
     ):

@@ -126,9 +126,9 @@ def prepare(gate: Gate) -> None:
         found: pb.Contribution = await do(self, task, work_set)
         return found
 
-    async def acknowledged(self: Any, contribution: pb.Contribution) -> None:
+    async def acknowledged(self: Any, key: str, contribution: pb.Contribution) -> None:
         with spending("acknowledge"):
-            await contribute(self, contribution)
+            await contribute(self, key, contribution)
 
     for name, method in zip(names, (gated, acknowledged), strict=True):
         setattr(working, name, method)

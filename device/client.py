@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SOFTWARE: Final = "triplane"
+IDLE_S: Final = 1.5
+"""Time without work after which the newest document is settled once more; see `model.WAIT_S`."""
 FIRST_WAIT_S: Final = 0.5
 MAX_WAIT_S: Final = 30.0
 RENEWAL_LOOK_S: Final = 3600.0
@@ -388,7 +390,7 @@ class _Working:
                 wait_s = min(2 * wait_s, MAX_WAIT_S)
                 continue
             if answer is None:
-                await self._changed.wait()
+                await self._idle(work_set)
             else:
                 await self._contribute(*answer)
 
@@ -411,6 +413,14 @@ class _Working:
         while sent is not self._offered:
             sent = self._offered
             await self._session.send(sent)
+
+    async def _idle(self, work_set: WorkSet) -> None:
+        """Wait for the next document; after a while let the runner write what it holds back."""
+        await self._pause(IDLE_S)
+        if not self._changed.is_set() and work_set is self._settled:
+            with contextlib.suppress(Unavailable, Withdrawn):  # nothing is lost but time
+                await self._in_runner(lambda: self._runner.settle(work_set))
+        await self._changed.wait()
 
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):

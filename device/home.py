@@ -3,6 +3,7 @@
 identity/      key and certificate          plans/     plans and states by SHA-256
 personal/      what never leaves            pending/   updates that were not settled yet
 trust/         signed metadata              lock       held by the one process that uses it
+device.json    settings                     privacy.json  what it has spent of its privacy
 device.json    settings
 masking.ledger what it signed in masked rounds
 """
@@ -26,6 +27,7 @@ from triplane.proto.errors import Conflict, InvalidInput, Unavailable
 from triplane.proto.machine_home import MachineHome
 from triplane.proto.plan_statement import Least, LeastMasking
 from triplane.unified_ir.federated.core.defaults import HELD_OUT
+from triplane.unified_ir.federated.privacy.accountant import DELTA, check_delta, check_epsilon
 
 DEFAULT_HOME: Final = "~/.triplane/device"
 MAX_NOTE_BYTES: Final = 64 << 10
@@ -61,6 +63,8 @@ class DeviceSettings:
     least_devices, least_batch, least_steps: smallest rounds that the device takes part in, beyond
     what a plan's signature demands. algorithms: the only ones that it runs, if there are any.
     plans_by_people: run no plan that only the cloud's key has signed, within the policy.
+    privacy_epsilon, privacy_delta: what updates to all runs together may spend, 0 for no limit;
+    with a limit, the device learns only in runs with differential privacy.
     roster_required: take part only while a signed roster of devices lists this device.
     masked_only: send no update in the clear. least_colluding_share, most_failure: the weakest
     masking that the device takes part in, see `LeastMasking`.
@@ -81,6 +85,8 @@ class DeviceSettings:
     least_steps: int = 1
     algorithms: tuple[str, ...] = ()
     plans_by_people: bool = False
+    privacy_epsilon: float = 0.0
+    privacy_delta: float = DELTA
     roster_required: bool = False
     masked_only: bool = False
     least_colluding_share: float = 0.0
@@ -109,6 +115,9 @@ class DeviceSettings:
                 "max_memory_bytes and max_cpu_s are positive, or 0 for no limit, got "
                 f"{self.max_memory_bytes} and {self.max_cpu_s}"
             )
+        check_delta(self.privacy_delta)
+        if self.privacy_epsilon:
+            check_epsilon(self.privacy_epsilon)
         _ = self.least, self.least_masking  # raise InvalidInput
         if not (math.isfinite(self.held_out) and 0 <= self.held_out < 1):
             raise InvalidInput(f"held_out must be a share in [0, 1), got {self.held_out}")
@@ -206,6 +215,7 @@ class DeviceHome(MachineHome[DeviceSettings]):
         self.roster_file = self.trust / "roster.json"
         self.enrolled_file = self.path / "enrolled.json"
         self.session_file = self.path / "session.json"
+        self.privacy_file = self.path / "privacy.json"
         self.masking_ledger = self.path / "masking.ledger"
 
     def make(self) -> None:

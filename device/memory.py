@@ -1,7 +1,9 @@
 """The memory of a device about its runs, each part in one durable file.
 
 `personal/RUN.state`: personal tensors, and the remainder of compression, as of the newest update
-that counted. `personal/PLAN.spent`: steps and seconds that a plan with limits has used, so that a
+that counted; `personal/RUN.N.state` after the Nth return of the run from a spoilt state.
+`personal/RUN.before`: those before that update, whose round may be abandoned after it counted
+(`take_back`). `personal/PLAN.spent`: steps and seconds that a plan with limits has used, so that a
 restart does not reset them. `pending/RUN.update`: an update that has not been settled, with the
 personal tensors and the remainder that it implies; they take effect when the cloud says that it
 counted. So a kill at any instant loses nothing: either nothing was written, or the same bytes are
@@ -14,13 +16,15 @@ bytes: only what it implies waits for the settlement.
 
 import contextlib
 import logging
+import shutil
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO, Final, TypeVar, get_type_hints
 
-from triplane.proto.disk import OS_DISK, OsDisk, write_atomic
-from triplane.proto.errors import Conflict, Corrupt, InvalidInput
+from triplane.proto.disk import OS_DISK, OsDisk, atomic_file, write_atomic
+from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
+from triplane.proto.transfer import Buffers
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.files import container
 from triplane.unified_ir.files.container import Container
@@ -31,6 +35,10 @@ UPDATE: Final = "update"
 PERSONAL: Final = "personal.safetensors"
 REMAINDER: Final = "remainder.safetensors"
 KIND: Final = "checkpoint"
+LEASE: Final = "lease"
+"""Property of personal state: the lease of the update that implied it."""
+BEFORE: Final = ".before"
+"""Ending of the personal state before the newest update that counted."""
 MAX_RUNS: Final = 32
 """Number of runs whose personal state is kept; the oldest are removed first."""
 
@@ -92,11 +100,13 @@ def parse_facts(kind: type[F], properties: Iterable[tuple[str, str]]) -> F:
 class PendingUpdate:
     """An update that waits for its settlement.
 
-    path: its file, which does not exist if the update is held in memory; see `Memory.hold`.
+    path: its file, which does not exist if the update is held in memory; see `Memory.hold`. layout:
+    digest of its layout if it is a vector, else empty.
     """
 
     path: Path
     facts: UpdateFacts
+    layout: bytes = b""
 
 
 class Memory:
@@ -106,31 +116,48 @@ class Memory:
         self._personal, self._pending = personal, pending
         self._verified: dict[Path, PendingUpdate] = {}
         self._small: dict[Path, bytes] = {}
+        self._large: dict[Path, Buffers] = {}
         self._held: dict[Path, PendingUpdate] = {}
+        self._files: set[Path] | None = None  # of unsettled updates; listed once
 
-    def personal(self, run: str, fresh: Collection[str] = ()) -> PersonalState:
+    def personal(self, run: str, fresh: Collection[str] = (), *, returns: int = 0) -> PersonalState:
         """Return the personal state of a run; a new run begins with the newest run's tensors.
 
-        fresh: names of tensors that a new run does not begin with.
+        fresh: names of tensors that a new run does not begin with. returns: how often the run
+        returned from a spoilt state; after each time it begins as a new one, with its own tensors.
         """
-        path = self._personal / f"{run}.state"
+        path = self._personal / f"{_stem(run, returns)}.state"
         if path.exists():
             return self._read(path) or NOTHING
-        newest = max(self._personal.glob("*.state"), key=_written_s, default=None)
+        # Of the run itself, if there are any: the device may take part in several.
+        earlier = [*self._personal.glob(f"{run}*.state")] or self._personal.glob("*.state")
+        newest = max(earlier, key=_written_s, default=None)
         state = self._read(newest) if newest else None
         # The remainder belongs to the updates of its own run, so only the tensors carry over.
         carried = {n: x for n, x in state.tensors.items() if n not in fresh} if state else {}
         return PersonalState(carried, {}) if carried else NOTHING
 
+    def remainder(self, run: str, *, returns: int = 0) -> Arrays:
+        """Return what compression lost of the updates of this run, since it returned last."""
+        path = self._personal / f"{_stem(run, returns)}.state"
+        state = self._read(path) if path.exists() else None
+        return state.remainder if state is not None else {}
+
     def keep(
-        self, facts: UpdateFacts, update: Path | bytes, implied: PersonalState
+        self,
+        facts: UpdateFacts,
+        update: Path | bytes,
+        implied: PersonalState,
+        *,
+        returns: int = 0,
     ) -> PendingUpdate:
         """Store an update and what it implies durably, as one file.
 
-        update: its bytes, which also stay in memory, or a file, which is moved. Conflict if an
-        update of another lease of the run was not settled: it may have counted.
+        update: its bytes, which also stay in memory, or a file, which is moved. returns: see
+        `personal`. Conflict if an update of another lease of the run was not settled: it may have
+        counted.
         """
-        path = self._free(facts)
+        path = self._free(facts, returns)
         properties = {name: str(value) for name, value in asdict(facts).items()}
         if isinstance(update, bytes):
             first = container.part(UPDATE, update)
@@ -138,18 +165,25 @@ class Memory:
             first = container.file_part(UPDATE, update)
         # One file, so that update and implied state cannot get out of step in a crash.
         container.write(path, KIND, [first, *_parts(implied)], properties=properties)
+        self._listed().add(path)
         self._take(path, update)
         self._verified[path] = PendingUpdate(path, facts)
         return self._verified[path]
 
-    def hold(self, facts: UpdateFacts, update: Path | bytes) -> PendingUpdate:
+    def hold(
+        self, facts: UpdateFacts, update: Path | bytes | Buffers, layout: bytes = b""
+    ) -> PendingUpdate:
         """Keep an update that implies nothing, without a sync: it can be learned again.
 
-        update, Conflict: as for `keep`.
+        update: as for `keep`, or a large vector, which stays in memory. layout: see
+        `PendingUpdate`. Conflict: as for `keep`.
         """
         path = self._free(facts)
-        self._take(path, update)
-        self._held[path] = PendingUpdate(path, facts)
+        if isinstance(update, Path | bytes):
+            self._take(path, update)
+        else:
+            self._large[path] = update
+        self._held[path] = PendingUpdate(path, facts, layout)
         return self._held[path]
 
     def _take(self, path: Path, update: Path | bytes) -> None:
@@ -159,35 +193,47 @@ class Memory:
         else:
             update.replace(path.with_suffix(".out"))
 
-    def _free(self, facts: UpdateFacts) -> Path:
+    def _free(self, facts: UpdateFacts, returns: int = 0) -> Path:
         """Return the path for an update, and forget what an earlier one left in memory."""
-        path = self._pending / f"{facts.run}.update"
+        path = self._pending / f"{_stem(facts.run, returns)}.update"
         waiting = self._at(path)
         # The older update may have counted, and then its personal state must still take effect.
         if waiting is not None and waiting.facts.lease != facts.lease:
             raise Conflict(unsettled(waiting.facts))
-        self._held.pop(path, None)
-        self._small.pop(path, None)
+        for kept in (self._held, self._small, self._large):
+            kept.pop(path, None)
         drop(path.with_suffix(".out"))
         return path
 
     def pending(self) -> tuple[PendingUpdate, ...]:
         """Return the unsettled updates. Damaged ones cannot be sent again and are removed."""
-        paths = sorted({*self._pending.glob("*.update"), *self._held})
-        updates = (self._at(path) for path in paths)
+        updates = (self._at(path) for path in sorted({*self._listed(), *self._held}))
         return tuple(pending for pending in updates if pending is not None)
+
+    def _listed(self) -> set[Path]:
+        if self._files is None:
+            self._files = set(self._pending.glob("*.update"))
+        return self._files
 
     def inline_of(self, pending: PendingUpdate, most: int) -> bytes | None:
         """Return the update alone, if it has at most `most` bytes."""
         if pending.path not in self._small:
             if pending.path in self._held:
-                return None  # it is in a file, because it is too large
+                return None  # it is in a file or in buffers, because it is too large
             file = Container(pending.path, kind=KIND)
             if file.manifest.part(UPDATE).size > most:
                 return None
             self._small[pending.path] = bytes(file.part(UPDATE))
         data = self._small[pending.path]
         return data if len(data) <= most else None
+
+    def source_of(self, pending: PendingUpdate) -> Path | Buffers:
+        """Return the update alone, which has the same bytes each time: as a file, or a vector."""
+        if pending.path in self._large:
+            return self._large[pending.path]
+        return (
+            (memoryview(self._small[pending.path]),) if pending.layout else self.bytes_of(pending)
+        )
 
     def has_bytes(self, pending: PendingUpdate) -> bool:
         """Return whether the update can be sent; one that was masked is pending without bytes."""
@@ -210,17 +256,38 @@ class Memory:
         """Apply the personal state of a counted update, or forget it. It can be repeated."""
         held = self._held.pop(pending.path, None)
         implied = self._read(pending.path) if counted and held is None else None
-        if implied is not None:
-            path = self._personal / f"{pending.facts.run}.state"
-            container.write(path, KIND, _parts(implied))
+        path = self._personal / f"{pending.path.stem}.state"
+        # It is there already if a crash cut this short.
+        if implied is not None and _lease_of(path) != pending.facts.lease:
+            if path.exists():  # a copy, so that there is a state at every instant
+                with path.open("rb") as now, atomic_file(path.with_suffix(BEFORE)) as before:
+                    shutil.copyfileobj(now, before)
+            container.write(path, KIND, _parts(implied), properties={LEASE: pending.facts.lease})
             self._forget_oldest("*.state")
-        self._verified.pop(pending.path, None)
-        self._small.pop(pending.path, None)
+        for kept in (self._verified, self._small, self._large):
+            kept.pop(pending.path, None)
         # Removed last: after a crash before this line the same settlement is applied again, with
         # the same result.
         if held is None:
             drop(pending.path)
+            self._listed().discard(pending.path)
         drop(pending.path.with_suffix(".out"))
+
+    def take_back(self, run: str, *, included: str, returns: int = 0) -> None:
+        """Take the newest settled update back if its round was abandoned after it counted.
+
+        included: lease of the newest update that the cloud's state includes, or empty; returns: see
+        `personal`. If the cloud includes neither the newest update nor the one before it, as after
+        the cloud was restored from a backup, what there is stays.
+        """
+        path = self._personal / f"{_stem(run, returns)}.state"
+        before = path.with_suffix(BEFORE)
+        if _lease_of(path) in {None, included}:
+            return
+        if not before.exists():
+            drop(path)
+        elif _lease_of(before) == included:
+            OS_DISK.replace(before, path)
 
     def effort_spent(self, plan: str) -> tuple[int, float]:
         """Return the steps and seconds spent on a plan; 0 if the record is damaged."""
@@ -272,6 +339,7 @@ class Memory:
 
     def _forget_oldest(self, names: str) -> None:
         for path in sorted(self._personal.glob(names), key=_written_s)[:-MAX_RUNS]:
+            drop(path.with_suffix(BEFORE))
             drop(path)
 
 
@@ -281,6 +349,19 @@ def unsettled(facts: UpdateFacts) -> str:
         f"the update of round {facts.round} of run {facts.run} waits until the cloud settles it "
         f"(lease {facts.lease[:8]}...); this device keeps one update of a run at a time"
     )
+
+
+def _lease_of(path: Path) -> str | None:
+    """Return the lease of the update that implied a state; None if no file says so."""
+    try:
+        return dict(Container(path, kind=KIND).manifest.properties).get(LEASE)
+    except (NotFound, Corrupt, InvalidInput):
+        return None
+
+
+def _stem(run: str, returns: int) -> str:
+    """Return the name, without its ending, of what belongs to a run that returned so often."""
+    return f"{run}.{returns}" if returns else run
 
 
 def _parts(personal: PersonalState) -> list[container.PartData]:

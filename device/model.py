@@ -6,12 +6,16 @@ state stays only while it is better than every later shared state. The model is 
 
 Without a measurement the model is the newest shared state, which changes with every task. Such
 states are written to `personal/model.newest` without a sync, and to the durable file when a run
-begins and once in `SYNC_S`; after a power cut the model may be older by that time.
+begins and once in `SYNC_S`; after a power cut the model may be older by that time. While rounds
+follow each other fast, one is written in `WRITE_S`, and the last after `WAIT_S`. After a kill the
+model may be older by that time.
 """
+
+from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +23,7 @@ from typing import Any, Final
 from triplane.device.memory import UNSYNCED, drop, parse_facts
 from triplane.proto.disk import OS_DISK, Disk
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
+from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.learn import (
     EVALUATE,
     Learner,
@@ -39,6 +44,10 @@ SHARED: Final = "shared"
 PERSONAL: Final = "personal"
 SYNC_S: Final = 60.0
 """Seconds between two durable writes of states that were not measured."""
+WRITE_S: Final = 5.0
+"""Seconds between two writes of states that were not measured, while rounds follow fast."""
+WAIT_S: Final = 1.0
+"""Seconds that a state waits for the next one before it is written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,15 +81,37 @@ class ModelChoice:
         return {name: value for name, value in asdict(self).items() if name != left_out}
 
 
+@dataclass(frozen=True, slots=True)
+class _Checkpoint:
+    """The contents of a file of the model. plan: the plan's root digest."""
+
+    choice: ModelChoice
+    state: Mapping[str, Array]
+    roles: Mapping[str, str]
+    properties: Mapping[str, str]
+    plan: str
+
+
+def _checkpoint(plan: Plan, choice: ModelChoice, state: Mapping[str, Array]) -> _Checkpoint:
+    properties = {name: str(value) for name, value in choice.record().items()}
+    properties |= {"steps": str(plan.steps), "spent_s": repr(plan.spent_s)}
+    return _Checkpoint(choice, state, plan.roles, properties, plan.digest)
+
+
 class DeviceModel:
     """The files of the model; the device's thread writes them, and any thread may read them."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._newest = path, path.with_name(f"{path.name}.newest")
+        self._written: tuple[ModelChoice, float] | None = (
+            None  # the newest unmeasured one, and when
+        )
+        self._waiting: _Checkpoint | None = None  # newer than the files
+        self._waits_since_s = 0.0
 
     def choice(self) -> ModelChoice | None:
-        """Return the stored choice. A damaged file is removed; the next state replaces it."""
-        return self._current()[1]
+        """Return the newest choice. A damaged file is removed; the next state replaces it."""
+        return self._waiting.choice if self._waiting is not None else self._current()[1]
 
     def _current(self) -> tuple[Path, ModelChoice | None]:
         """Return the newer of the two files and its contents.
@@ -109,24 +140,52 @@ class DeviceModel:
             drop(path)
             raise Conflict(f"a power cut damaged the newest state: {error}; ask again") from error
 
-    def adopt_unmeasured(self, plan: Plan, choice: ModelChoice) -> None:
-        """Make the plan's state the model, with a sync only now and then."""
+    def adopt_unmeasured(
+        self, plan: Plan, choice: ModelChoice, assigned: Mapping[str, Array]
+    ) -> None:
+        """Make the plan's state the model, with a write and with a sync only now and then.
+
+        assigned: the arrays that the plan was assigned, which nobody changes.
+        """
+        state = plan.view()
+        # Learning changes the plan's own arrays; a copy of them could exceed the device's memory.
+        if self._was_just_written(choice) and assigned.keys() == state.keys():
+            self._waiting, self._waits_since_s = (
+                _checkpoint(plan, choice, assigned),
+                time.monotonic(),
+            )
+            return
         durable = _read(self._path)
         if durable and _follows(choice, durable) and _age_s(self._path) < SYNC_S:
-            self._write(self._newest, plan, choice, UNSYNCED)
+            self._write(self._newest, _checkpoint(plan, choice, state), UNSYNCED)
         else:
             self.adopt(plan, choice)
+        self._written = choice, time.monotonic()
+
+    def _was_just_written(self, choice: ModelChoice) -> bool:
+        """Return whether a file has a state of the same run that is younger than `WRITE_S`."""
+        if self._written is None:
+            return False
+        written, at_s = self._written
+        return _follows(choice, written) and time.monotonic() - at_s < WRITE_S
+
+    def write_waiting(self) -> None:
+        """Write the newest state if it has waited for the next one long enough."""
+        newest, waited_s = self._waiting, time.monotonic() - self._waits_since_s
+        if newest is not None and waited_s >= WAIT_S:
+            self._write(self._newest, newest, UNSYNCED)
+            self._written = newest.choice, time.monotonic()
 
     def adopt(self, plan: Plan, choice: ModelChoice) -> None:
         """Make the plan's state the model."""
-        self._write(self._path, plan, choice, OS_DISK)
+        self._write(self._path, _checkpoint(plan, choice, plan.view()), OS_DISK)
         drop(self._newest)
+        self._written = None
 
-    def _write(self, path: Path, plan: Plan, choice: ModelChoice, disk: Disk) -> None:
-        properties = {name: str(value) for name, value in choice.record().items()}
-        properties |= {"steps": str(plan.steps), "spent_s": repr(plan.spent_s)}
-        part = container.tensor_part(STATE, plan.view(), plan.roles)
-        container.write(path, KIND, [part], properties=properties, parent=plan.digest, disk=disk)
+    def _write(self, path: Path, new: _Checkpoint, disk: Disk) -> None:
+        self._waiting = None  # older than what is written
+        part = container.tensor_part(STATE, new.state, new.roles)
+        container.write(path, KIND, [part], properties=new.properties, parent=new.plan, disk=disk)
 
     def judge(
         self,

@@ -28,6 +28,7 @@ from triplane.device.memory import (
     unsettled,
 )
 from triplane.device.model import SHARED, DeviceModel, ModelChoice
+from triplane.device.privacy_account import PrivacyAccount
 from triplane.device.roster import current_roster
 from triplane.device.signed_plans import SignedPlans, Verify, verified_here
 from triplane.device.stopping import StopToken, Withdrawn
@@ -38,9 +39,14 @@ from triplane.proto.channels import connect
 from triplane.proto.disk import OS_DISK, write_atomic
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, TriplaneError, Unavailable
 from triplane.proto.roster import Roster
-from triplane.proto.transfer import download, upload
+from triplane.proto.transfer import download, size_of, upload
 from triplane.unified_ir.federated.core.draws import Array
-from triplane.unified_ir.federated.core.files import encode_update, read_state, write_update
+from triplane.unified_ir.federated.core.files import (
+    encode_update,
+    like_of,
+    read_state,
+    write_update,
+)
 from triplane.unified_ir.federated.core.learn import (
     ANCHOR,
     SHARED_ROLES,
@@ -50,7 +56,9 @@ from triplane.unified_ir.federated.core.learn import (
     learn,
     shared,
 )
-from triplane.unified_ir.files.container import Container
+from triplane.unified_ir.federated.core.vector import VectorLayout, vector_buffers
+from triplane.unified_ir.federated.privacy.clipping import clip
+from triplane.unified_ir.files.container import Container, release_mapped
 from triplane.unified_ir.runtime.plan import Plan
 from triplane.unified_ir.runtime.session import CancellationToken as GraphStop
 from triplane.unified_ir.runtime.session import OutOfMemory, SessionOptions
@@ -106,10 +114,14 @@ class TaskRunner:
         self._states = BlobFolder(home.plans, UNSYNCED, max_bytes=settings.max_blob_bytes)
         self.memory = Memory(home.personal, home.pending)
         self.model = DeviceModel(home.model)
+        self._privacy = PrivacyAccount(home, settings)
         self._plan: Plan | None = None
         self._plan_blob = b""
         self._fetched: set[bytes] = set()  # the state that this process fetched and verified
         self._fresh: dict[str, Array] = {}
+        self._layout = VectorLayout.of({})  # of the present plan
+        self._assigned: Mapping[str, Array] = {}  # the start of the present round
+        self._inline_state: tuple[bytes, Mapping[str, Array]] | None = None  # of this plan
         self._masking: MaskedRounds | None = None
 
     def do(self, task: Task, stop: StopToken, wanted: Iterable[Blob] = ()) -> pb.Contribution:
@@ -167,6 +179,8 @@ class TaskRunner:
             reason = settlement.reason[:MAX_REASON_CHARS] if settlement else "its lease is over"
             facts = {"run": run, "round": pending.facts.round, "counted": counted, "reason": reason}
             logger.info("update settled", extra=facts)
+        if not work_set.tasks:
+            self.model.write_waiting()
 
     def _do(self, task: Task, stop: StopToken, wanted: frozenset[bytes]) -> pb.Contribution:
         if task.step not in {"", KEYS}:
@@ -176,6 +190,10 @@ class TaskRunner:
             # The update of this lease was stored before a crash or a lost link: send the same
             # bytes, unless its plan is not signed any more (or never was: an earlier release).
             if pending.facts.lease == task.lease and not task.step:
+                if pending.layout and not task.takes_vector:
+                    # The cloud is of an earlier release now: learn again, for a file.
+                    self.memory.settle(pending, counted=False)
+                    continue
                 if not self.memory.has_bytes(pending):
                     raise Conflict("the update of this lease is masked and is sent in no other way")
                 self._signed.require(task, self._fetch(task.plan, self._blobs, wanted, stop))
@@ -183,8 +201,7 @@ class TaskRunner:
             other = pending.facts.lease != task.lease
             if other and pending.facts.run == task.work.run and task.kind in WRITERS:
                 raise Conflict(unsettled(pending.facts))
-        if task.message is not None and self._app is None:
-            raise Conflict("this device has no ClientApp; its owner gives it one (--app)")
+        self._check_work(task)
         path = self._fetch(task.plan, self._blobs, wanted, stop)
         # Before anything in the plan is used, or any other file is fetched for it.
         statement = self._signed.require(task, path)
@@ -207,6 +224,13 @@ class TaskRunner:
                 # a plan that limits them.
                 self.memory.note_spent(plan.digest, plan.steps, plan.spent_s)
 
+    def _check_work(self, task: Task) -> None:
+        """Raise Conflict if this device does no such work at present."""
+        if task.kind in WRITERS:
+            self._privacy.check(task.work.run, task.work.round, task.lease, task.noise)
+        if task.message is not None and self._app is None:
+            raise Conflict("this device has no ClientApp; its owner gives it one (--app)")
+
     def learn(self, plan: Plan, task: Task, stop: StopToken) -> pb.Contribution:
         """Learn; an update that implies something is on the disk before any byte of it is sent."""
         if plan.compression and task.compression not in plan.compression:
@@ -221,9 +245,13 @@ class TaskRunner:
             StoppablePlan(plan, stop), task.work, self._shard, lambda: self._state_of(plan, task)
         )
         facts = _update_facts(task, learned.examples, learned.loss, began_s)
+        change = learned.change
+        if task.noise is not None:
+            change = {name: np.array(x) for name, x in change.items()}
+            clip(change, task.noise.clip)
         if masked is not None:
-            return self._advertised(plan, task, masked, facts, learned.change)
-        return self._contribution_of(self._written(plan, task, facts, learned.change), task, stop)
+            return self._advertised(plan, task, masked, facts, change)
+        return self._contribution_of(self._written(plan, task, facts, change), task, stop)
 
     def _begun(self, plan: Plan, task: Task) -> "MaskedRound":
         """Return the masked round of a task; its base is hashed here, whatever the task says."""
@@ -307,6 +335,11 @@ class TaskRunner:
     def _written(
         self, plan: Plan, task: Task, facts: UpdateFacts, change: Mapping[str, Array]
     ) -> PendingUpdate:
+        is_durable, layout = not _can_repeat(plan, task), self._layout
+        if task.takes_vector and not is_durable:
+            buffers_ = vector_buffers(change, layout, task.lease)
+            vector = b"".join(buffers_) if layout.size <= task.inline_bytes else buffers_
+            return self.memory.hold(facts, vector, layout.digest)
         options: dict[str, Any] = {
             "run": facts.run,
             "round": facts.round,
@@ -314,11 +347,10 @@ class TaskRunner:
             "compression": task.compression,
             "keep": task.keep,
             "seed": task.work.seed,
-            "remainder": _fitting(self.memory.personal(facts.run).remainder, change),
+            "remainder": _fitting(self.memory.remainder(facts.run, returns=task.returns), change),
             "device": task.work.device,
             "buffers": buffers(plan.roles),
         }
-        is_durable = not _can_repeat(plan, task)
         update: Path | bytes
         if sum(x.nbytes for x in change.values()) <= task.inline_bytes:
             update, remainder = encode_update(change, **options)
@@ -328,20 +360,24 @@ class TaskRunner:
             remainder = write_update(update, change, disk=disk, **options).remainder
         if not is_durable:
             return self.memory.hold(facts, update)
-        return self.memory.keep(facts, update, PersonalState(plan.view("personal"), remainder))
+        implied = PersonalState(plan.view("personal"), remainder)
+        return self.memory.keep(facts, update, implied, returns=task.returns)
 
     def _contribution_of(
         self, pending: PendingUpdate, task: Task, stop: StopToken
     ) -> pb.Contribution:
         """Return the contribution of an update: with its bytes, or after uploading them."""
         facts = pending.facts
+        if task.noise is not None:
+            # Before a byte leaves. A repeat under the same lease is free: it sends the same bytes.
+            self._privacy.charge(facts.run, facts.round, facts.lease, task.noise)
         data = self.memory.inline_of(pending, task.inline_bytes) if task.inline_bytes else None
         stop.check()
         if data is None:
-            path = self.memory.bytes_of(pending)
+            source = self.memory.source_of(pending)
             # Returns only when the cloud has stored all bytes, so the contribution never names a
             # missing blob.
-            sha256, size = upload(self._channel(), path), path.stat().st_size
+            sha256, size = upload(self._channel(), source), size_of(source)
         else:
             sha256, size = hashlib.sha256(data).digest(), len(data)
         update = pb.Update(
@@ -349,8 +385,11 @@ class TaskRunner:
             examples=facts.examples,
             loss=facts.loss,
             seconds=facts.seconds,
-            inline=data or b"",
         )
+        if pending.layout:
+            update.vector.CopyFrom(pb.UpdateVector(data=data or b"", layout=pending.layout))
+        elif data is not None:
+            update.inline = data
         lease = bytes.fromhex(facts.lease)
         return pb.Contribution(run=facts.run, round=facts.round, lease=lease, update=update)
 
@@ -388,11 +427,13 @@ class TaskRunner:
     def _plan_of(self, task: Task, path: Path) -> Plan:
         if self._plan is None or self._plan_blob != task.plan.sha256:
             # Free the old plan before loading the new one: the device may lack memory for both.
-            self._plan, self._fresh = None, {}
+            self._plan, self._fresh, self._assigned, self._inline_state = None, {}, {}, None
             plan = Plan.load(path, options=OPTIONS)
             self._shard = shard_for(plan, self._samples)
             check_labels(plan, self._shard)
             of_run = set(shared(plan.roles))
+            shared_state = {n: x for n, x in plan.view().items() if n in of_run}
+            self._layout = VectorLayout.of(like_of(shared_state))
             kept = (n for n in plan.roles if n not in of_run and not n.startswith(ANCHOR))
             initial = plan.view()
             self._fresh = {name: initial[name].copy() for name in kept}
@@ -402,7 +443,13 @@ class TaskRunner:
 
     def _state_of(self, plan: Plan, task: Task) -> Mapping[str, Array]:
         if task.inline_state:
-            return read_state(Path("state"), plan=plan.digest, data=task.inline_state)
+            if self._inline_state is None or self._inline_state[0] != task.inline_state:
+                # The bytes were compared with the state's digest when the document was parsed.
+                state = read_state(
+                    Path("state"), plan=plan.digest, data=task.inline_state, verified=True
+                )
+                self._inline_state = task.inline_state, state
+            return self._inline_state[1]
         path = self._states.find(task.state.sha256)
         try:
             verified = task.state.sha256 in self._fetched
@@ -420,13 +467,24 @@ class TaskRunner:
         if odd := sorted(state.keys() ^ set(shared(plan.roles))):
             raise InvalidInput(f"the state of a task is all shared state; it differs in {odd[:4]}")
         # Personal tensors with an anchor are an algorithm's: SCAFFOLD's control variates sum up to
-        # that of the shared state, which begins at 0 in each run.
+        # that of the shared state, which begins at 0 in each run and after each return.
         fresh = {name.removeprefix(ANCHOR) for name in plan.roles if name.startswith(ANCHOR)}
-        kept = self.memory.personal(task.work.run, fresh).tensors
-        ours = _fitting(kept, plan.view("personal"))
+        personal = plan.view("personal")
+        if task.included is not None:
+            run = task.work.run
+            self.memory.take_back(run, included=task.included, returns=task.returns)
+        kept = (
+            self.memory.personal(task.work.run, fresh, returns=task.returns).tensors
+            if personal
+            else {}
+        )
+        ours = _fitting(kept, personal)
         # Later entries win: optimizer and the like restart from the plan, then shared, then
         # personal.
-        plan.assign({**self._fresh, **state, **ours})
+        self._assigned = {**self._fresh, **state, **ours}
+        plan.assign(self._assigned)
+        # They stay mapped while the model may have to be written, but not in memory.
+        release_mapped(state.values())
 
     def _adopt_unmeasured(self, plan: Plan, task: Task) -> None:
         """Use the shared state if no model was measured: at first, or with nothing held out.
@@ -437,7 +495,11 @@ class TaskRunner:
         if not choice or not choice.samples or not self._shard.held_out_samples:
             work = task.work
             new = ModelChoice(run=work.run, round=work.round, plan=blob, chosen=SHARED)
-            self.model.adopt_unmeasured(plan, new)
+            # Held no longer than needed: a device may lack the memory for another copy.
+            assigned, self._assigned = self._assigned, {}
+            anchors = {n: n.removeprefix(ANCHOR) for n in plan.roles if n.startswith(ANCHOR)}
+            at_start = {n: assigned[base] for n, base in anchors.items() if base in assigned}
+            self.model.adopt_unmeasured(plan, new, {**at_start, **assigned})
 
 
 class InProcessExecutor(TaskRunner):
@@ -492,8 +554,11 @@ WRITERS: Final = ("learn", "flower")
 def _can_repeat(plan: Plan, task: Task) -> bool:
     """Return whether a killed process could learn the same update again without a loss.
 
-    Compression leaves a remainder, and steps of a plan with limits cannot be repeated.
+    Compression leaves a remainder, and steps of a plan with limits cannot be repeated. With noise,
+    other samples must not give a second update under one charge.
     """
+    if task.noise is not None:
+        return False
     limited = plan.limits.max_steps or plan.limits.time_s
     return not (plan.view("personal") or task.compression or limited)
 

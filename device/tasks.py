@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from triplane.device.privacy_account import NoiseTask, noise_task
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import InvalidInput
 from triplane.proto.plan_statement import MAX_LEAST
@@ -49,9 +50,12 @@ class Task:
     clock of `work_set_of`'s `now_s`. steps: number of steps of adaptation. message: the message for
     this device's own app.
     inline_state: the verified bytes of the state, if they came with the task. inline_bytes: largest
-    update that is sent within its contribution. cohort: fewest updates of which the next state is
-    computed, as the cloud says; 0 if it does not. step: of a masked round, a field of
-    `MaskingStep.asks`; "" if the update is in the clear. document: the message that it was parsed
+    update that is sent within its contribution; takes_vector: whether it may then be a vector.
+    cohort: fewest updates of which the next state is computed, as the cloud says; 0 if it does not.
+    returns: how often the run returned from a spoilt state. included: lease of this device's newest
+    update that the state includes, or empty; None if the cloud does not say. step: of a masked
+    round, a field of `MaskingStep.asks`; "" if the update is in the clear. noise: what the cloud
+    asks of the change in a run with differential privacy. document: the message that it was parsed
     from.
     """
 
@@ -67,7 +71,11 @@ class Task:
     message: Blob | None = None
     inline_state: bytes = b""
     inline_bytes: int = 0
+    takes_vector: bool = False
     cohort: int = 0
+    noise: NoiseTask | None = None
+    returns: int = 0
+    included: str | None = None
     step: str = ""
     document: pb.Task = field(default_factory=pb.Task, repr=False, compare=False)
 
@@ -151,7 +159,10 @@ def _task(message: pb.Task, device: str, max_blob_bytes: int, now_s: float) -> T
         inline_state=_inline_state(message),
         # The cloud may ask for more than this device puts into one message of the session.
         inline_bytes=min(message.inline_bytes, INLINE_BYTES),
+        takes_vector=message.takes_vector,
         cohort=min(message.cohort, MAX_LEAST),
+        returns=message.returns,
+        included=_included(message),
         step=_step(message, kind),
         document=message,
     )
@@ -181,7 +192,18 @@ def _learns(task: Task, message: pb.Task, _max_blob_bytes: int) -> Task:
     keep = learn.keep or 1.0
     # Constructed only to validate its arguments.
     Compressor(learn.compression, keep=keep)
-    return replace(task, compression=learn.compression, keep=keep)
+    noise = noise_task(message.noise) if message.HasField("noise") else None
+    if noise is not None and message.HasField("masking"):
+        raise InvalidInput(
+            "this device knows no noise for masked updates, whose integers are longer than what "
+            "was clipped; the task asks for both"
+        )
+    if noise is not None and learn.compression:
+        raise InvalidInput(
+            "a change that is clipped for differential privacy is not compressed, which may make "
+            f"it longer; the task asks for {learn.compression!r}"
+        )
+    return replace(task, compression=learn.compression, keep=keep, noise=noise)
 
 
 def _evaluates(task: Task, message: pb.Task, _max_blob_bytes: int) -> Task:
@@ -227,6 +249,14 @@ def _inline_state(message: pb.Task) -> bytes:
     if len(data) != message.state.size or hashlib.sha256(data).digest() != message.state.sha256:
         raise InvalidInput("the state in the task is not the one that it names")
     return data
+
+
+def _included(message: pb.Task) -> str | None:
+    if not message.HasField("included"):
+        return None
+    if len(message.included) not in {0, LEASE_BYTES}:
+        raise InvalidInput(f"a lease has {LEASE_BYTES} bytes, got {len(message.included)}")
+    return message.included.hex()
 
 
 def _check_lease(run: str, lease: bytes) -> None:

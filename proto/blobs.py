@@ -10,7 +10,7 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -287,6 +287,14 @@ def digest_of(path: Path) -> bytes:
     """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").digest()
+
+
+def sha256_of(buffers: Iterable[memoryview]) -> bytes:
+    """Return the SHA-256 of what is in these buffers, one after another."""
+    state = hashlib.sha256()
+    for buffer in buffers:
+        state.update(buffer)
+    return state.digest()
 
 
 def chunks_of(path: Path, offset: int, n_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:

@@ -543,6 +543,7 @@ class Run(_message.Message):
     REFUSALS_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     METRIC_FIELD_NUMBER: _builtins.int
+    EPSILON_SPENT_FIELD_NUMBER: _builtins.int
     ROSTER_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """16 hexadecimal digits."""
@@ -562,6 +563,8 @@ class Run(_message.Message):
     """What scores and spreads are: absent for accuracy; "loss" for a model without one, where lower is
     better.
     """
+    epsilon_spent: _builtins.float
+    """Epsilon at the noise's delta that the published states have cost a device; absent without noise."""
     roster: _builtins.int
     """Version of the signed roster of devices; 0 if there is none that is valid now."""
     @_builtins.property
@@ -591,14 +594,20 @@ class Run(_message.Message):
         refusals: Global___Refusals | None = ...,
         revision: _builtins.int = ...,
         metric: _builtins.str | None = ...,
+        epsilon_spent: _builtins.float | None = ...,
         roster: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_metric", b"_metric", "metric", b"metric", "refusals", b"refusals", "spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_epsilon_spent", b"_epsilon_spent", "_metric", b"_metric", "epsilon_spent", b"epsilon_spent", "metric", b"metric", "refusals", b"refusals", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_metric", b"_metric", "ended_s", b"ended_s", "id", b"id", "members", b"members", "metric", b"metric", "phase", b"phase", "reason", b"reason", "refusals", b"refusals", "result", b"result", "revision", b"revision", "roster", b"roster", "round", b"round", "rounds", b"rounds", "spec", b"spec", "started_by", b"started_by", "started_s", b"started_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epsilon_spent", b"_epsilon_spent", "_metric", b"_metric", "ended_s", b"ended_s", "epsilon_spent", b"epsilon_spent", "id", b"id", "members", b"members", "metric", b"metric", "phase", b"phase", "reason", b"reason", "refusals", b"refusals", "result", b"result", "revision", b"revision", "roster", b"roster", "round", b"round", "rounds", b"rounds", "spec", b"spec", "started_by", b"started_by", "started_s", b"started_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__epsilon_spent: _TypeAlias = _typing.Literal["epsilon_spent"]  # noqa: Y015
+    _WhichOneofArgType__epsilon_spent: _TypeAlias = _typing.Literal["_epsilon_spent", b"_epsilon_spent"]  # noqa: Y015
     _WhichOneofReturnType__metric: _TypeAlias = _typing.Literal["metric"]  # noqa: Y015
     _WhichOneofArgType__metric: _TypeAlias = _typing.Literal["_metric", b"_metric"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__epsilon_spent) -> _WhichOneofReturnType__epsilon_spent | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__metric) -> _WhichOneofReturnType__metric | None: ...
 
 Global___Run: _TypeAlias = Run  # noqa: Y015
@@ -718,7 +727,7 @@ class Round(_message.Message):
     given_up: _builtins.str
     """"" if it counted, else why it was abandoned."""
     scaled: _builtins.int
-    """Updates that were scaled to the norm bound."""
+    """Updates above the norm bound, which were scaled or left out."""
     returned: _builtins.str
     """"" or why the run returned to its last good state instead of reducing the round."""
     @_builtins.property
@@ -1092,6 +1101,9 @@ class Task(_message.Message):
     COHORT_FIELD_NUMBER: _builtins.int
     MASKING_FIELD_NUMBER: _builtins.int
     NOISE_FIELD_NUMBER: _builtins.int
+    RETURNS_FIELD_NUMBER: _builtins.int
+    INCLUDED_FIELD_NUMBER: _builtins.int
+    TAKES_VECTOR_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     round: _builtins.int
     lease: _builtins.bytes
@@ -1105,6 +1117,18 @@ class Task(_message.Message):
     """Largest update, in bytes, that is sent in its contribution; 0: every update is uploaded."""
     cohort: _builtins.int
     """Fewest updates of which the next state is computed; 0 from clouds of earlier releases."""
+    returns: _builtins.int
+    """How often the run returned from a spoilt state. After each return, the personal tensors that an
+    algorithm adds to the model, such as control variates, begin as in a new run.
+    """
+    included: _builtins.bytes
+    """The lease of the newest update of this device that the state includes, or empty. The device
+    takes back what a later update implied, whose round was abandoned. Absent from older clouds.
+    """
+    takes_vector: _builtins.bool
+    """Whether an update may come as a vector. False from clouds of earlier releases, and where updates
+    are compressed.
+    """
     @_builtins.property
     def plan(self) -> Global___Blob:
         """A plan file, the same for the whole run."""
@@ -1154,13 +1178,21 @@ class Task(_message.Message):
         cohort: _builtins.int = ...,
         masking: Global___MaskingStep | None = ...,
         noise: Global___NoiseTerms | None = ...,
+        returns: _builtins.int = ...,
+        included: _builtins.bytes | None = ...,
+        takes_vector: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["evaluate", b"evaluate", "flower", b"flower", "learn", b"learn", "masking", b"masking", "noise", b"noise", "plan", b"plan", "sampling", b"sampling", "state", b"state", "work", b"work"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_included", b"_included", "evaluate", b"evaluate", "flower", b"flower", "included", b"included", "learn", b"learn", "masking", b"masking", "noise", b"noise", "plan", b"plan", "sampling", b"sampling", "state", b"state", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cohort", b"cohort", "deadline_s", b"deadline_s", "evaluate", b"evaluate", "flower", b"flower", "inline_bytes", b"inline_bytes", "inline_state", b"inline_state", "learn", b"learn", "lease", b"lease", "masking", b"masking", "noise", b"noise", "plan", b"plan", "round", b"round", "run", b"run", "sampling", b"sampling", "seed", b"seed", "state", b"state", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_included", b"_included", "cohort", b"cohort", "deadline_s", b"deadline_s", "evaluate", b"evaluate", "flower", b"flower", "included", b"included", "inline_bytes", b"inline_bytes", "inline_state", b"inline_state", "learn", b"learn", "lease", b"lease", "masking", b"masking", "noise", b"noise", "plan", b"plan", "returns", b"returns", "round", b"round", "run", b"run", "sampling", b"sampling", "seed", b"seed", "state", b"state", "takes_vector", b"takes_vector", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__included: _TypeAlias = _typing.Literal["included"]  # noqa: Y015
+    _WhichOneofArgType__included: _TypeAlias = _typing.Literal["_included", b"_included"]  # noqa: Y015
     _WhichOneofReturnType_work: _TypeAlias = _typing.Literal["learn", "evaluate", "flower"]  # noqa: Y015
     _WhichOneofArgType_work: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__included) -> _WhichOneofReturnType__included | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_work) -> _WhichOneofReturnType_work | None: ...
 
 Global___Task: _TypeAlias = Task  # noqa: Y015
@@ -1883,6 +1915,7 @@ class Update(_message.Message):
     LOSS_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     INLINE_FIELD_NUMBER: _builtins.int
+    VECTOR_FIELD_NUMBER: _builtins.int
     examples: _builtins.int
     loss: _builtins.float
     seconds: _builtins.float
@@ -1890,6 +1923,10 @@ class Update(_message.Message):
     """The bytes of `blob`, if they were not uploaded."""
     @_builtins.property
     def blob(self) -> Global___Blob: ...
+    @_builtins.property
+    def vector(self) -> Global___UpdateVector:
+        """Set if `blob` is a vector instead of a file."""
+
     def __init__(
         self,
         *,
@@ -1898,14 +1935,44 @@ class Update(_message.Message):
         loss: _builtins.float = ...,
         seconds: _builtins.float = ...,
         inline: _builtins.bytes = ...,
+        vector: Global___UpdateVector | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blob", b"blob"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blob", b"blob", "vector", b"vector"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blob", b"blob", "examples", b"examples", "inline", b"inline", "loss", b"loss", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blob", b"blob", "examples", b"examples", "inline", b"inline", "loss", b"loss", "seconds", b"seconds", "vector", b"vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Update: _TypeAlias = Update  # noqa: Y015
+
+@_typing.final
+class UpdateVector(_message.Message):
+    """An update that is not compressed, without names: the 16 bytes of the lease, then the numbers of
+    the tensors one after another, those with larger elements first, then by name; little-endian, rows
+    of a tensor in order.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """The bytes of `blob`, if they were not uploaded."""
+    layout: _builtins.bytes
+    """SHA-256 of names, types and shapes in that order; see federated/core/vector.py."""
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+        layout: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "layout", b"layout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateVector: _TypeAlias = UpdateVector  # noqa: Y015
 
 @_typing.final
 class Settlement(_message.Message):

@@ -11,8 +11,8 @@ that arrives together with its result, and the surrounding loop never ends.
 """
 
 import asyncio
-import contextlib
 import logging
+import math
 import random
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -45,7 +45,9 @@ stream and has to do it again."""
 SILENT_BEATS: Final = 3
 """Heartbeats without a frame after which a peer counts as dead."""
 LINGER_S: Final = 0.005
-"""How long an acknowledgement waits for a message that can carry it."""
+"""How long the cloud's acknowledgement waits for a message that can carry it."""
+CALLER_LINGER_S: Final = 0.05
+"""The same of a caller, which has no sender that waits: it acknowledges documents."""
 LAST_WRITE_S: Final = 5.0
 """Longest wait of an ending stream for the frame being written and the goodbye."""
 FIRST_WAIT_S: Final = 0.5
@@ -138,10 +140,16 @@ class StreamState:
 class Link:
     """One stream of either side, once both have greeted: pumps frames until it ends."""
 
-    def __init__(self, state: StreamState, on_message: Handler, heartbeat_s: float) -> None:
+    def __init__(
+        self,
+        state: StreamState,
+        on_message: Handler,
+        heartbeat_s: float,
+        linger_s: float = LINGER_S,
+    ) -> None:
         self.state = state
         self._on_message = on_message
-        self._heartbeat_s = heartbeat_s
+        self._heartbeat_s, self._linger_s = heartbeat_s, min(linger_s, heartbeat_s)
         self._sent = 0  # highest number written to this stream
         self._acknowledged = state.received  # highest acknowledgement written to it
         self._wake = asyncio.Event()
@@ -159,6 +167,8 @@ class Link:
 
     async def write_all(self, write: Callable[[pb.Frame], Awaitable[None]]) -> None:
         """Write queued frames and heartbeats until `end`."""
+        clock = asyncio.get_running_loop().time
+        beat_s, ack_s = clock() + self._heartbeat_s, math.inf  # when either is due
         while not self._over.is_set():
             # Clear before reading the queue: a message that is added later sets the event again.
             self._wake.clear()
@@ -171,17 +181,23 @@ class Link:
                 self._sent, self._acknowledged = frame.number, self.state.received
                 await write(self.state.stamped(frame))
             if due:
+                beat_s, ack_s = clock() + self._heartbeat_s, math.inf
                 continue
             # An acknowledgement that is owed waits a moment for a message that can carry it.
-            owes = self._acknowledged != self.state.received
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LINGER_S if owes else self._heartbeat_s):
+            if self._acknowledged != self.state.received:
+                ack_s = min(ack_s, clock() + self._linger_s)
+            try:
+                async with asyncio.timeout_at(min(beat_s, ack_s)):
                     await self._wake.wait()
-            if self._over.is_set():
-                return
-            if not any(f.number > self._sent for f in self.state.unacknowledged):
+                    # Lets a handler return that has queued the message, as a commit of the cloud
+                    # does: the message then carries the acknowledgement for which its peer waits.
+                    await asyncio.sleep(0)
+            except TimeoutError:
+                if self._over.is_set():
+                    return
                 self._acknowledged = self.state.received
                 await write(self.state.beat())
+                beat_s, ack_s = clock() + self._heartbeat_s, math.inf
 
     async def incoming(self, read: Callable[[], Awaitable[pb.Frame | None]]) -> pb.Goodbye | None:
         """Handle frames until a goodbye or the end of the stream. Unavailable after silence."""
@@ -313,7 +329,7 @@ class SessionClient:
 
     async def _pump(self, call: Any, heartbeat_s: float) -> tuple[float, bool]:
         """Run a greeted stream to its end; see `_one_stream`."""
-        link = self._link = Link(self._half, self._on_message, heartbeat_s)
+        link = self._link = Link(self._half, self._on_message, heartbeat_s, CALLER_LINGER_S)
         self.connected.set()
         logger.info("session open", extra={"heartbeat_s": heartbeat_s})
         writing = asyncio.create_task(link.write_all(call.write))

@@ -30,7 +30,7 @@ from triplane.unified_ir.cli.algorithms import NAMES, AlgorithmCommand
 from triplane.unified_ir.federated.core import defaults
 
 if TYPE_CHECKING:
-    from triplane.proto.federation_pb2 import Spec
+    from triplane.proto.federation_pb2 import Noise, Spec
 
 EPILOG = """\b
 Examples:
@@ -206,10 +206,20 @@ def _spec(
     app: bool,
     hyper: dict[str, float],
     robustness: dict[str, Any],
+    privacy: dict[str, Any] | None,
+    masking: dict[str, Any] | None,
     **options: Any,
 ) -> Spec:
     """Return the request's spec; the cloud fills in what is left unset."""
-    from triplane.proto.federation_pb2 import Cohort, Flower, Option, Robustness, Sampling, Spec
+    from triplane.proto.federation_pb2 import (
+        Cohort,
+        Flower,
+        MaskedRounds,
+        Option,
+        Robustness,
+        Sampling,
+        Spec,
+    )
     from triplane.proto.hyperparameters import set_values
 
     # Checked here, because without a strategy the request has no field that could carry them.
@@ -223,10 +233,18 @@ def _spec(
         flower=flower,
         # Absent if nothing was set: a strategy of Flower does without, and others have defaults.
         robustness=Robustness(**robustness) if robustness else None,
+        noise=None if privacy is None else _noise(privacy),
+        masking=None if masking is None else MaskedRounds(**masking),
         **options,
     )
     set_values(spec.hyperparameters, hyper)
     return spec
+
+
+def _noise(options: dict[str, Any]) -> Noise:
+    from triplane.proto.federation_pb2 import Noise
+
+    return Noise(adaptive="clip_quantile" in options, **options)
 
 
 def _start(cloud: Calls, *, spec: Spec, detach: bool) -> Answer:

@@ -14,6 +14,7 @@ from triplane.cloud.cli.text import age, duration, enum_text, shown, size, table
 from triplane.cloud.cli.watching import Watchable, bar, live_view, styled_table
 from triplane.proto.federation_pb2 import GetRunRequest, Member, Round, Run, Spread
 from triplane.unified_ir.federated.core.metric import ACCURACY, Metric, metric_named
+from triplane.unified_ir.federated.privacy.report import spent_text
 
 ROUND_HEADINGS: Final = (
     "ROUND", "ASKED", "COUNTED", "OUT", "LOSS", "TIME", "UP", "DOWN", "ACCURACY",
@@ -62,6 +63,9 @@ def headline(run: Run) -> str:
         parts.append(f"round {min(run.round, spec.rounds)} of {spec.rounds}")
     if spec.robustness.norm_bound == OFF:
         parts.append("no norm bound: one device can replace the model")
+    if run.HasField("epsilon_spent"):
+        noise = spec.noise
+        parts.append(spent_text(run.epsilon_spent, noise.epsilon, noise.delta))
     if not run.roster and phase not in INACTIVE:
         parts.append("no roster: nothing protects from a cloud that invents devices")
     if spec.HasField("masking"):
@@ -115,10 +119,10 @@ def round_row(round_: Round, metric: Metric = ACCURACY) -> tuple[str, ...]:
 
 
 def scaled_text(round_: Round) -> str:
-    """Return "2 updates scaled", or nothing."""
+    """Return "2 updates above the norm bound", or nothing."""
     if not round_.scaled:
         return ""
-    return f"{round_.scaled} update{'s' if round_.scaled > 1 else ''} scaled"
+    return f"{round_.scaled} update{'s' if round_.scaled > 1 else ''} above the norm bound"
 
 
 def loss_text(loss: float) -> str:

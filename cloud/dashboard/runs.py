@@ -10,6 +10,7 @@ from typing import Any, Final
 from google.protobuf.message import Message
 
 from triplane.proto.federation_pb2 import Member, Round, Run, Spec, Spread
+from triplane.unified_ir.federated.privacy.report import spent_text
 
 Row = dict[str, Any]
 
@@ -47,11 +48,19 @@ def run_row(run: Run) -> Row:
         "stragglers": [_device_row(member, run.metric) for member in _stragglers(members)],
         "bytes_up": sum(r.bytes_up for r in run.rounds),
         "bytes_down": sum(r.bytes_down for r in run.rounds),
+        "privacy": _privacy(run),
         "refusals": [
             {"kind": r.kind, "count": r.count, "newest": r.newest[:MOST_TEXT_CHARS]}
             for r in islice(run.refusals.reasons, MOST_REASONS)
         ],
     }
+
+
+def _privacy(run: Run) -> str:
+    """Return what a run with differential privacy has spent, or empty."""
+    if not run.HasField("epsilon_spent"):
+        return ""
+    return spent_text(run.epsilon_spent, run.spec.noise.epsilon, run.spec.noise.delta)
 
 
 def same_fields(message: Message, *names: str) -> Row:

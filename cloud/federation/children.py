@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -25,12 +25,16 @@ LIMITS: Final = ConversionLimits()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A plan and the first shared state, as files. digest: the plan's root digest."""
+    """A plan and the first shared state, as files. digest: the plan's root digest.
+
+    frozen: shared tensors that learning does not move.
+    """
 
     plan: Path
     state: Path
     digest: str
     roles: dict[str, str]
+    frozen: tuple[str, ...]
     weighting: str
     server: str
     metric: str
@@ -72,6 +76,7 @@ class Children:
                     state=state,
                     digest=str(done["digest"]),
                     roles={str(k): str(v) for k, v in done["roles"].items()},
+                    frozen=tuple(map(str, done["frozen"])),
                     weighting=str(done["weighting"]),
                     server=str(done["server"]),
                     metric=metric_named(str(done["metric"])).name,
@@ -80,14 +85,18 @@ class Children:
 
     @contextlib.asynccontextmanager
     async def finish(
-        self, model: Path, spec: pb.Spec, state: Path, plan_digest: str
+        self, model: Path, spec: pb.Spec, state: Path, plan_digest: str, meta: Mapping[str, str]
     ) -> AsyncIterator[FinishedModel]:
-        """Make the model of a run's shared state; its file exists until the block ends."""
+        """Make the model of a run's shared state; its file exists until the block ends.
+
+        meta: what the run adds to that of the model it began with.
+        """
         async with self._one, self._jobs.folder() as job:
             out = job / "result.tpm"
             order = _order("finish", model, spec) | {
                 "state": str(state),
                 "plan_digest": plan_digest,
+                "meta": dict(meta),
                 "out": str(out),
             }
             done = await self._jobs.run(job, order, self._seconds)

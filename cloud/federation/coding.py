@@ -21,7 +21,7 @@ from functools import cache
 from typing import Any, Final, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from triplane.proto.errors import Corrupt
-from triplane.unified_ir.federated.core.run import OMIT_DEFAULT
+from triplane.unified_ir.federated.core.run_plan import OMIT_DEFAULT
 
 T = TypeVar("T")
 Read = Callable[[Any], Any]

@@ -23,7 +23,12 @@ from triplane.cloud.federation.preparation import Preparation
 from triplane.cloud.federation.presence import Presence
 from triplane.cloud.federation.recovery import Recovery
 from triplane.cloud.federation.spec import check_population
-from triplane.cloud.federation.update_store import LEASE_BYTES, UpdateStore, printable
+from triplane.cloud.federation.update_store import (
+    LEASE_BYTES,
+    UpdateStore,
+    bytes_in,
+    printable,
+)
 from triplane.cloud.federation.work_documents import WorkDocuments
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.blobs import BlobFolder
@@ -174,7 +179,7 @@ class DeviceSessions:
         else:
             make = await self._updates.judge(run, name, contribution, check)
             make = without_left(run, name, make)
-            data = contribution.update.inline if outcome == "update" else b""
+            data = bytes_in(contribution.update) if outcome == "update" else b""
         bytes_down = self._documents.bytes_down(run).get(name, 0)
         # Returns after the commit. The session acknowledges the contribution only then, so a crash
         # before it makes the device send the same bytes again.

@@ -25,6 +25,7 @@ from triplane.cloud.federation.journal import Prepared, RunRecord
 from triplane.cloud.federation.live import LiveRun
 from triplane.cloud.federation.live_runs import LiveRuns
 from triplane.cloud.federation.masked_cohorts import MaskedCohorts
+from triplane.cloud.federation.noise_store import NoiseStore
 from triplane.cloud.federation.plan_signing import PlanSignatures
 from triplane.cloud.federation.preparation import Preparation
 from triplane.cloud.federation.recovery import Recovery
@@ -89,8 +90,9 @@ class Federation:
         children = children or Children(folder / "children")
         masked = MaskedCohorts(self.updates, blobs, self._roster)
         self._results = Results(
-            db, blobs, self.updates, children, registry, self.live.shares_plan, masked=masked
-        )
+            db, blobs, self.updates, children, registry, self.live.shares_plan,
+            noise=NoiseStore(folder / "noise"), masked=masked,
+        )  # fmt: skip
         self._flower = FlowerRuns(
             db, blobs, self.updates, self._results, folder=folder / "flower",
             strategies=strategies or folder / "strategies", put=self.live.put,

@@ -14,6 +14,7 @@ from typing import Any, Final
 import sqlalchemy as sa
 
 from triplane.cloud.federation.coding import from_json, to_json
+from triplane.cloud.federation.private_runs import privacy_of
 from triplane.cloud.federation.run_projection import RunProjection, follow
 from triplane.cloud.federation.spec import count_of, least_updates
 from triplane.cloud.federation.tables import EVENTS, RUNS, SMALL, SMALL_STATES
@@ -24,7 +25,8 @@ from triplane.proto.messages import value_from
 from triplane.unified_ir.federated.core import run as core
 from triplane.unified_ir.federated.core.masked_step import PHASE_S
 from triplane.unified_ir.federated.core.metric import ACCURACY
-from triplane.unified_ir.federated.core.run import ADDED, Event
+from triplane.unified_ir.federated.core.run import Event
+from triplane.unified_ir.federated.core.run_plan import ADDED, RunPlan
 
 KINDS: Final[Mapping[str, type[Event]]] = {
     "Joined": core.Joined,
@@ -56,6 +58,7 @@ class Prepared:
     plan_digest: the plan's root digest, which its states name. roles: the roles of the shared
     tensors. weighting, server: from the algorithm's row. since_s: when the plan was ready. rules:
     version of the rules by which the run's events are folded. metric: of the scores of devices.
+    frozen: shared tensors that learning does not move; they get no noise.
     """
 
     plan: str
@@ -67,6 +70,7 @@ class Prepared:
     since_s: float
     rules: int = core.RULES_OF_OLD
     metric: str = field(default=ACCURACY.name, metadata=ADDED)
+    frozen: tuple[str, ...] = field(default=(), metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,11 +293,12 @@ def first_projection(record: RunRecord) -> RunProjection:
     )
 
 
-def plan_of(spec: pb.Spec) -> core.RunPlan:
+def plan_of(spec: pb.Spec) -> RunPlan:
     """Return the machine's plan of a spec whose defaults are filled in."""
-    cohort = spec.cohort
-    return core.RunPlan(
-        rounds=spec.rounds,
+    cohort, privacy = spec.cohort, privacy_of(spec)
+    budget = None if privacy is None else privacy.budget()
+    return RunPlan(
+        rounds=spec.rounds if budget is None else budget.most_rounds(spec.rounds),
         devices=cohort.devices,
         asked=cohort.devices + count_of(cohort.devices, cohort.over_selection),
         quorum=max(least_updates(cohort.devices, cohort.quorum), spec.masking.least),
@@ -303,6 +308,8 @@ def plan_of(spec: pb.Spec) -> core.RunPlan:
         seed=spec.seed,
         needs_scores=not spec.flower.app,
         returns=spec.robustness.returns,
+        budget=budget,
+        clip=0.0 if privacy is None else privacy.clip,
         least=spec.masking.least,
         phase_s=spec.masking.phase_s or PHASE_S,
     )

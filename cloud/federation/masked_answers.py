@@ -114,12 +114,12 @@ def _answer(
     if round_ is None or round_.masked is None or field is None:
         raise Refusal("kind", "an answer to a step of a masked round was not asked for")
     step = STEPS_BY_FIELD[field]
+    most = _most_bytes(step, len(round_.leases))
     if step is MaskedStep.KEYS:
         _check_listed(rounds.roster(), message.keys.identity_key)
-    cohort = sum(has_taken(lease, MaskedStep.KEYS) for lease in round_.leases)
-    most = _most_bytes(step, max(cohort, len(round_.leases)))
     size, file = len(data), ""
     if step is MaskedStep.INPUTS:
+        cohort = sum(has_taken(lease, MaskedStep.KEYS) for lease in round_.leases)
         file = _check_input(run, message.input, cohort, rounds, updates)
         size -= len(message.input.data)
     if size > most:

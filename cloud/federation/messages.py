@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Final
 
 from triplane.cloud.federation.journal import RunRecord
+from triplane.cloud.federation.private_runs import noise_terms, why_fewer_rounds
 from triplane.cloud.federation.run_projection import RunProjection
 from triplane.cloud.federation.spec import fewest_updates
 from triplane.proto import federation_pb2 as pb
@@ -18,6 +19,7 @@ from triplane.unified_ir.federated.core.lease_changes import open_lease, open_le
 from triplane.unified_ir.federated.core.masked_round import is_in_step, step_ends_s
 from triplane.unified_ir.federated.core.metric import ACCURACY
 from triplane.unified_ir.federated.core.run import (
+    NEWEST_RULES,
     Ended,
     Outcome,
     Phase,
@@ -62,11 +64,16 @@ def run_message(
     the moment, or empty. waiting: the reason why a device cannot work at the moment, by device.
     roster: the version of the signed roster of devices, 0 for none.
     """
-    later = dict.fromkeys(("round", "members", "rounds", "refusals", "revision", "metric"))
+    later = dict.fromkeys(
+        ("round", "members", "rounds", "refusals", "revision", "metric", "epsilon_spent")
+    )
     phase = pb.Run.Phase.Value((record.before or "preparing").upper())
     message = message_from(pb.Run, record, phase=phase, roster=roster, **later)
     if projection is not None:
         _add_state(message, projection, rounds=rounds, down=down)
+        if (budget := projection.state.budget) is not None:
+            message.epsilon_spent = budget.spent
+            message.reason = message.reason or why_fewer_rounds(record.spec, projection.state)
     message.reason = waits or message.reason
     for member in message.members:
         member.waits = waiting.get(member.device, "")
@@ -168,14 +175,21 @@ def task_message(
         inline_state=files.inline,
         inline_bytes=files.inline_bytes,
         cohort=fewest_updates(spec),
+        returns=state.watch.returns,
         masking=files.masking,
     )
+    if state.rules >= NEWEST_RULES:
+        task.included = bytes.fromhex(state.members[device].included_lease)
     if files.message is not None:
         task.flower.CopyFrom(files.message)
     elif at_hand.evaluates:
         task.evaluate.CopyFrom(pb.Evaluate(steps=spec.hyperparameters.inner_steps))
     else:
         task.learn.CopyFrom(pb.Learn(compression=spec.compression, keep=spec.keep))
+        if (terms := noise_terms(spec, state)) is not None:
+            task.noise.CopyFrom(terms)
+        is_clear = not (spec.HasField("flower") or spec.HasField("masking"))
+        task.takes_vector = is_clear and not spec.compression
     return task
 
 

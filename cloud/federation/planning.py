@@ -27,6 +27,7 @@ def plan(order: dict[str, Any]) -> dict[str, Any]:
     return {
         "digest": plan.digest,
         "roles": roles,
+        "frozen": list(plan.frozen),
         "weighting": row.weighting,
         "server": row.server.name,
         "metric": metric_of(module.entry("evaluate").result_names).name,
@@ -43,7 +44,7 @@ def finish(order: dict[str, Any]) -> dict[str, Any]:
     module, _ = read_model(Path(order["model"]))
     state = read_state(Path(order["state"]), plan=order["plan_digest"])
     hyper = Hyper(**order["hyper"])
-    model = module_of(module, order["algorithm"], hyper, state)
+    model = module_of(module, order["algorithm"], hyper, state, meta=order["meta"])
     out = Path(order["out"])
     return {"model_digest": save(model, out)}
 

@@ -54,6 +54,7 @@ class Recovery:
         since_s = min([s.round.opened_s for s in states if s.round], default=math.inf)
         # Before any run is live: no device can upload a file that this would remove.
         await asyncio.to_thread(self._updates.sweep, needed, since_s)
+        await asyncio.to_thread(self._results.noise.keep_only, {r.id for r, _ in stored})
         for record, projection in stored:
             if projection is not None:
                 try:

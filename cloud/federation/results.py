@@ -10,20 +10,28 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import sqlalchemy as sa
 
 from triplane.cloud.federation import journal
-from triplane.cloud.federation.children import Children
+from triplane.cloud.federation.children import Children, Planned
 from triplane.cloud.federation.journal import Prepared, RunRecord
 from triplane.cloud.federation.live import MakeEvent, Write
 from triplane.cloud.federation.masked_cohorts import MaskedCohorts
+from triplane.cloud.federation.noise_store import NoiseStore
+from triplane.cloud.federation.private_runs import (
+    check_rows,
+    privacy_of,
+    reduce_with_noise,
+    spent_by,
+)
 from triplane.cloud.federation.run_projection import RunProjection, turn_of
 from triplane.cloud.federation.spec import hyper_of, robustness_of
 from triplane.cloud.federation.update_store import UpdateStore
@@ -38,14 +46,16 @@ from triplane.proto.errors import Corrupt, TriplaneError
 from triplane.unified_ir.federated.core.draws import Array, Draws
 from triplane.unified_ir.federated.core.files import (
     INLINE_BYTES,
+    Like,
     encode_state,
     like_of,
     read_state,
     write_state,
 )
-from triplane.unified_ir.federated.core.learn import buffers
+from triplane.unified_ir.federated.core.learn import buffers, sent_buffers
 from triplane.unified_ir.federated.core.limits import RoundUpdate
 from triplane.unified_ir.federated.core.run import (
+    ENDED,
     NEWEST_RULES,
     Exchange,
     Finished,
@@ -56,6 +66,9 @@ from triplane.unified_ir.federated.core.run import (
     Reduced,
     RunState,
 )
+
+if TYPE_CHECKING:
+    from triplane.unified_ir.federated.algorithms.aggregators import Reduction
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +93,11 @@ class Results:
         registry: Registry,
         shares_plan: SharesPlan,
         *,
+        noise: NoiseStore,
         masked: MaskedCohorts,
     ) -> None:
         self._db, self._blobs, self._updates, self._children = db, blobs, updates, children
-        self._masked = masked
+        self.noise, self._masked = noise, masked
         self._registry, self._shares_plan = registry, shares_plan
         for pattern in (f"{UNFINISHED}*", f".{UNFINISHED}*"):  # of a process that was killed
             for left in blobs.partial.glob(pattern):
@@ -129,6 +143,8 @@ class Results:
             plan = await asyncio.to_thread(self._blobs.put_file, planned.plan)
             state = await asyncio.to_thread(self._blobs.put_file, planned.state)
             await asyncio.to_thread(self._make_durable, {state})  # it may be another run's
+            if record.spec.HasField("noise"):
+                await asyncio.to_thread(self._check_buffers, record.spec, planned, state)
         # Garbage collection removes blobs that no row names, and the rows are written later.
         await claim(self._db, self._blobs, {plan, state})
         return Prepared(
@@ -139,9 +155,16 @@ class Results:
             weighting=planned.weighting,
             server=planned.server,
             metric=planned.metric,
+            # Stored where it matters only, so that an earlier release can read other runs.
+            frozen=planned.frozen if record.spec.HasField("noise") else (),
             since_s=clock(),
             rules=NEWEST_RULES,
         )
+
+    def _check_buffers(self, spec: pb.Spec, planned: Planned, state: bytes) -> None:
+        """Raise InvalidInput if the run's options do not compose with buffers that it has."""
+        tensors = read_state(self._blobs.find(state), plan=planned.digest)
+        check_rows(spec, robustness_of(spec), buffers=bool(sent_buffers(tensors, planned.roles)))
 
     async def reduce(
         self, record: RunRecord, projection: RunProjection, order: Reduce
@@ -149,9 +172,11 @@ class Results:
         """See `live.Worker`."""
         known: set[bytes] = set()
         small: dict[str, bytes] = {}
-        state, slots, scaled = await asyncio.to_thread(
+        state, slots, done = await asyncio.to_thread(
             self._reduce, record, projection.state, order, known, small
         )
+        budget = projection.state.budget
+        charged = 0 if budget is None else budget.charge(order.number).rounds
         await claim(self._db, self._blobs, known)
 
         def write(connection: sa.Connection, after: RunProjection) -> None:
@@ -159,7 +184,7 @@ class Results:
             if slots != record.slots.hex():
                 journal.change(connection, record.id, slots=bytes.fromhex(slots))
 
-        return reduced_event(order, state, scaled), write
+        return reduced_event(order, state, done.scaled, charged=charged, clip=done.clip), write
 
     def _reduce(
         self,
@@ -168,11 +193,33 @@ class Results:
         order: Reduce,
         known: set[bytes],
         small: dict[str, bytes],
-    ) -> tuple[str, str, int]:
-        """Return the digests of the next state and of the optimizer's, and the scaled updates.
+    ) -> tuple[str, str, Reduction]:
+        """Return the digests of the next state and of the optimizer's, and the reduction.
 
         Adds to `known` the blobs that existed before, and to `small` the bytes to write as rows.
         """
+        prepared = record.prepared
+        assert prepared is not None
+        state = self._read(bytes.fromhex(before.shared), prepared)
+        remembered = record.slots and not before.fresh_optimizer
+        slots: dict[str, Array] = self._read(record.slots, prepared) if remembered else {}
+        done = self._reduced(record, before, order, state, slots)
+        roles = dict(prepared.roles)
+        name = self._write(done.state, roles, prepared.plan_digest, known, small)
+        if not done.slots:
+            return name, "", done
+        slot_roles = dict.fromkeys(done.slots, BUFFER)
+        kept = self._write(done.slots, slot_roles, prepared.plan_digest, known, small)
+        return name, kept, done
+
+    def _reduced(
+        self,
+        record: RunRecord,
+        before: RunState,
+        order: Reduce,
+        state: dict[str, Array],
+        slots: dict[str, Array],
+    ) -> Reduction:
         # The graphs come with them.
         from triplane.unified_ir.federated.algorithms import algorithm
         from triplane.unified_ir.federated.algorithms.aggregators import UNLIMITED, reduce_round
@@ -180,42 +227,40 @@ class Results:
         prepared, spec, at_hand = record.prepared, record.spec, before.round
         assert prepared is not None
         assert at_hand is not None
-        state = self._read(bytes.fromhex(before.shared), prepared)
-        remembered = record.slots and not before.fresh_optimizer
-        slots: dict[str, Array] = self._read(record.slots, prepared) if remembered else {}
-        like = like_of(state)
-
-        def opened(lease: Lease) -> dict[str, Array]:
-            assert lease.update is not None
-            return self._updates.opened(record, lease.id, lease.update, like)
-
-        limits, devices = robustness_of(spec), len(order.leases)
+        limits, like = robustness_of(spec), like_of(state)
+        row, hyper = algorithm(spec.algorithm), hyper_of(spec)
         if at_hand.masked is not None:
             # Devices kept the limits, and the sum was held to them when it was unmasked.
             change, mean = self._masked.mean(record, before)
             updates = [RoundUpdate(mean.weight, lambda: change)]
             limits = UNLIMITED
         else:
-            updates = [
-                RoundUpdate(lease.update.examples, partial(opened, lease), lease.update.norms)
-                for lease in order.leases
-                if lease.update is not None
-            ]
-        row, hyper = algorithm(spec.algorithm), hyper_of(spec)
-        done = reduce_round(
+            updates = self._round_updates(record, order, like)
+        if before.budget is not None:
+            return reduce_with_noise(
+                self.noise, spec, before, state, slots, updates, frozen=prepared.frozen,
+                server=row.server, hyper=hyper,
+            )  # fmt: skip
+        return reduce_round(
             state, slots, updates, robustness=limits,
             draws=Draws(spec.seed, order.number, "", "buckets"),
             weighting=prepared.weighting, server=row.server, hyper=hyper,
             buffers=frozenset(buffers(prepared.roles)),
-            shares=row.shares(hyper, like, updates=devices, members=at_hand.population),
+            shares=row.shares(
+                hyper, like, updates=len(order.leases), members=at_hand.population
+            ),
         )  # fmt: skip
-        roles = dict(prepared.roles)
-        name = self._write(done.state, roles, prepared.plan_digest, known, small)
-        if not done.slots:
-            return name, "", done.scaled
-        slot_roles = dict.fromkeys(done.slots, BUFFER)
-        kept = self._write(done.slots, slot_roles, prepared.plan_digest, known, small)
-        return name, kept, done.scaled
+
+    def _round_updates(self, record: RunRecord, order: Reduce, like: Like) -> list[RoundUpdate]:
+        def opened(lease: Lease) -> dict[str, Array]:
+            assert lease.update is not None
+            return self._updates.opened(record, lease.id, lease.update, like)
+
+        return [
+            RoundUpdate(lease.update.examples, partial(opened, lease), lease.update.norms)
+            for lease in order.leases
+            if lease.update is not None
+        ]
 
     def _read(self, sha256: bytes, prepared: Prepared) -> dict[str, Array]:
         path = self._blobs.find(sha256)
@@ -281,7 +326,12 @@ class Results:
         last = {bytes.fromhex(projection.state.shared), record.slots} - {b""}
         # `write` below deletes the rows that could restore these files.
         await asyncio.to_thread(self._make_durable, last)
-        async with self._children.finish(model, spec, state, prepared.plan_digest) as finished:
+        from triplane.unified_ir.federated.algorithms.plan import PRIVACY_KEY
+
+        spent = await asyncio.to_thread(spent_by, spec, projection.state)
+        meta = {} if spent is None else {PRIVACY_KEY: json.dumps(spent.to_json())}
+        finishing = self._children.finish(model, spec, state, prepared.plan_digest, meta)
+        async with finishing as finished:
             blob = await asyncio.to_thread(self._blobs.put_file, finished.path)
         await claim(self._db, self._blobs, {blob})
         push = Push(
@@ -295,7 +345,8 @@ class Results:
             lineage=Lineage(
                 parent=str(version),
                 source=f"federated run {record.id}",
-                note=f"{algorithm_text(spec)}, {spec.rounds} rounds, population {spec.population}",
+                note=f"{algorithm_text(spec)}, {projection.state.plan.rounds} rounds, population "
+                f"{spec.population}" + ("" if spent is None else f"; {spent.text}"),
             ),
         )
 
@@ -310,6 +361,10 @@ class Results:
         self, old: RunRecord, new: RunRecord, before: RunProjection, after: RunProjection
     ) -> None:
         """See `live.Worker`: removes what a closed round leaves."""
+        ends = after.state.phase in ENDED
+        if new.spec.HasField("noise") and (ends or after.state.charged > before.state.charged):
+            loop = asyncio.get_running_loop()
+            loop.run_in_executor(None, self._note_published, new, after.state)
         closed = before.state.round
         if closed is None or turn_of(closed) == turn_of(after.state.round):
             return
@@ -324,6 +379,17 @@ class Results:
         # After the commit, so that an error only leaves files behind.
         asyncio.get_running_loop().run_in_executor(None, self._drop, new.id, updates, stale)
 
+    def _note_published(self, record: RunRecord, state: RunState) -> None:
+        privacy = privacy_of(record.spec)
+        assert privacy is not None
+        try:
+            if state.phase in ENDED:
+                self.noise.forget(record.id)
+            else:
+                self.noise.note_published(record.id, state.charged, privacy.bands)
+        except (OSError, TriplaneError):
+            logger.exception("noise stays", extra={"run_id": record.id})
+
     def _drop(self, run: str, updates: set[bytes], stale: set[str]) -> None:
         try:
             self._updates.remove(updates)
@@ -337,16 +403,20 @@ def _finished(now: RunState, at_s: float) -> Finished | None:
     return Finished(at_s=at_s) if now.phase is Phase.FINISHING else None
 
 
-def reduced_event(order: Reduce, shared: str, scaled: int = 0) -> MakeEvent:
+def reduced_event(
+    order: Reduce, shared: str, scaled: int = 0, *, charged: int = 0, clip: float = 0.0
+) -> MakeEvent:
     """Return the event of a round's next state, unless the run has left that round.
 
-    scaled: updates that were above the norm bound.
+    The other arguments are fields of `Reduced`.
     """
 
     def make(now: RunState, at_s: float) -> Reduced | None:
         if now.phase is not Phase.REDUCING or now.turn[0] != order.number:
             return None
-        return Reduced(at_s=at_s, number=order.number, shared=shared, scaled=scaled)
+        return Reduced(
+            at_s=at_s, number=order.number, shared=shared, scaled=scaled, charged=charged, clip=clip
+        )
 
     return make
 

@@ -15,7 +15,6 @@ from triplane.unified_ir.federated.core.masked_round import REFUSED
 from triplane.unified_ir.federated.core.metric import ACCURACY, Metric, metric_named
 from triplane.unified_ir.federated.core.rules import step
 from triplane.unified_ir.federated.core.run import (
-    ADDED,
     Asked,
     Effects,
     Ended,
@@ -25,6 +24,7 @@ from triplane.unified_ir.federated.core.run import (
     Round,
     RunState,
 )
+from triplane.unified_ir.federated.core.run_plan import ADDED
 
 TENTH: Final = 10
 

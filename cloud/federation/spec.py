@@ -10,6 +10,7 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from triplane.cloud.federation.masked_spec import fill_masking
+from triplane.cloud.federation.private_runs import fill_noise
 from triplane.cloud.registry.names import Reference, check_alias, check_name
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import InvalidInput
@@ -55,6 +56,7 @@ def with_defaults(asked: pb.Spec) -> pb.Spec:
     _count("evaluate_every", spec.evaluate_every, MAX_ROUNDS, least=0)
     _count("seed", spec.seed, MAX_SEED, least=0)
     _fill_compression(spec)
+    fill_noise(spec, robustness_of(spec))
     _fill_robustness(spec)
     fill_masking(spec, quorum=least_updates(spec.cohort.devices, spec.cohort.quorum))
     if spec.alias:
@@ -165,8 +167,6 @@ def _fill_compression(spec: pb.Spec) -> None:
 
 
 def _fill_robustness(spec: pb.Spec) -> None:
-    from triplane.unified_ir.federated.algorithms import algorithm
-
     asked, has_strategy = spec.robustness, spec.HasField("flower")
     if has_strategy and (asked.aggregator not in {"", "mean"} or asked.returns):
         raise InvalidInput(
@@ -181,13 +181,6 @@ def _fill_robustness(spec: pb.Spec) -> None:
             raise InvalidInput(
                 "a masked run does not return to an earlier state, because the cloud sees no loss "
                 "of a device; leave returns out, and look at evaluations"
-            )
-        asked.returns = 0
-    elif not algorithm(spec.algorithm).can_return:
-        if asked.returns:
-            raise InvalidInput(
-                f"a run of {spec.algorithm} does not return: the control variates on devices would "
-                "stay those of the spoilt state; leave returns out, or choose another algorithm"
             )
         asked.returns = 0
     limits = robustness_of(spec)

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import math
+import mmap
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,6 +52,7 @@ from triplane.unified_ir.federated.core.run import (
     Scored,
     Update,
 )
+from triplane.unified_ir.federated.core.vector import VectorLayout, decode_vector
 
 LEASE_BYTES: Final = 16
 MAX_REASON_CHARS: Final = 500
@@ -79,10 +81,11 @@ KINDS: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class UpdateSpec:
-    """The tensors of an update of one run, and the largest size of its file in bytes."""
+    """The tensors of an update of one run, the largest size of its file in bytes, its vector."""
 
     like: Like
     most_bytes: int
+    vector: VectorLayout
 
 
 Check = Callable[[LiveRun, str, Path], Awaitable[tuple[int, float]]]
@@ -110,7 +113,8 @@ class UpdateStore:
         self._blobs = blobs
         self._specs: dict[str, UpdateSpec] = {}
         self._begun: dict[str, set[bytes]] = {}
-        self._kept: dict[str, tuple[int, dict[str, Array]]] = {}
+        # By blob, and whether it is a vector: bytes could be both a file and a vector.
+        self._kept: dict[tuple[str, bool], tuple[int, dict[str, Array]]] = {}
         self._kept_bytes = 0
 
     async def update_spec(self, run: LiveRun) -> UpdateSpec:
@@ -120,7 +124,7 @@ class UpdateStore:
             assert prepared is not None
             path = self._blobs.find(bytes.fromhex(prepared.state))
             like = like_of(await asyncio.to_thread(read_state, path, plan=prepared.plan_digest))
-            self._specs[run.record.id] = UpdateSpec(like, most_bytes(like))
+            self._specs[run.record.id] = UpdateSpec(like, most_bytes(like), VectorLayout.of(like))
         return self._specs[run.record.id]
 
     async def admit(
@@ -176,16 +180,27 @@ class UpdateStore:
         try:
             _check_figures(run.projection.state, device, message)
             blob = message.blob
-            update = value_from(Update, message, blob=blob.sha256.hex(), size=blob.size, norms=None)
+            data, is_vector = bytes_in(message), message.HasField("vector")
+            update = value_from(
+                Update, message, blob=blob.sha256.hex(), size=blob.size, norms=None,
+                is_vector=is_vector,
+            )  # fmt: skip
             spec = await self.update_spec(run)
-            if message.inline:
-                _check_inline(run, message)
-                # In the event loop: a thread would cost more than parsing at most 64 KiB.
-                change, norms = self._read(run, lease, update, spec, message.inline)
-            else:
-                change, norms = await asyncio.to_thread(self._read, run, lease, update, spec)
+            _check_form(run, message)
+
+            def read() -> tuple[dict[str, Array], Norms | None]:
+                if is_vector:
+                    content = data or self._mapped(self.announced_file(blob.sha256, blob.size))
+                    change = decode_vector(content, message.vector.layout, spec.vector, lease)
+                else:
+                    change = self._read(run, lease, update, spec, data or None)
+                return change, _norms(run, change)
+
+            # In the event loop if it is inline: a thread would cost more than parsing at most
+            # 64 KiB.
+            change, norms = read() if data else await asyncio.to_thread(read)
             update = replace(update, norms=norms)
-            self._remember(update, change, len(message.inline))
+            self._remember(update, change, len(data))
         except (Refusal, BadUpdate) as refusal:
             return refusal_event(device, lease, refusal.kind, str(refusal))
         return lambda _, at_s: Arrived(at_s=at_s, device=device, lease=lease, update=update)
@@ -220,16 +235,22 @@ class UpdateStore:
         to `MAX_KEPT_BYTES`.
         """
         owned = inline + sum(x.nbytes for x in change.values() if x.flags.owndata)
-        if update.blob not in self._kept and self._kept_bytes + owned <= MAX_KEPT_BYTES:
-            self._kept[update.blob] = owned, change
+        key = update.blob, update.is_vector
+        if key not in self._kept and self._kept_bytes + owned <= MAX_KEPT_BYTES:
+            self._kept[key] = owned, change
             self._kept_bytes += owned
 
     def opened(self, run: RunRecord, lease: str, update: Update, like: Like) -> dict[str, Array]:
         """Return the change of a counted update, remembered or read from its file again."""
-        remembered = self._kept.get(update.blob)
+        remembered = self._kept.get((update.blob, update.is_vector))
         if remembered is not None:
             return remembered[1]
         sha256 = bytes.fromhex(update.blob)
+        if update.is_vector:
+            layout, in_file = VectorLayout.of(like), self.folder.has(sha256)
+            row = None if in_file else self._row(run.id, sha256)
+            content = self._mapped(self.folder.find(sha256)) if row is None else row
+            return decode_vector(content, layout.digest, layout, lease)
         data = None if self.folder.has(sha256) else self._row(run.id, sha256)
         assert run.prepared is not None
         return read_update(
@@ -243,13 +264,17 @@ class UpdateStore:
             verified=True,
         )
 
+    @staticmethod
+    def _mapped(path: Path) -> bytes | mmap.mmap:
+        """Return the bytes of a complete file of the folder, which only ever is removed."""
+        with path.open("rb") as file:
+            is_empty = not path.stat().st_size  # which cannot be mapped
+            return b"" if is_empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
     def _read(
         self, run: LiveRun, lease: str, update: Update, spec: UpdateSpec, data: bytes | None = None
-    ) -> tuple[dict[str, Array], Norms | None]:
-        """Return the change in an update that was just announced, and its norms if they count.
-
-        BadUpdate, Refusal.
-        """
+    ) -> dict[str, Array]:
+        """Return the change in an update that was just announced. BadUpdate, Refusal."""
         sha256 = bytes.fromhex(update.blob)
         path = self.folder.path(sha256)
         if data is None:
@@ -257,8 +282,7 @@ class UpdateStore:
         at_hand = run.projection.state.round
         assert at_hand is not None
         assert run.record.prepared is not None
-        own_buffers = frozenset(buffers(run.record.prepared.roles))
-        change = read_update(
+        return read_update(
             path,
             spec.like,
             run=run.record.id,
@@ -266,16 +290,10 @@ class UpdateStore:
             max_bytes=spec.most_bytes,
             round=at_hand.number,
             compression=run.record.spec.compression,
-            buffers=own_buffers,
+            buffers=frozenset(buffers(run.record.prepared.roles)),
             data=data,
             verified=True,  # the folder's names are digests of whole files, and so is `data`'s
         )
-        if not run.record.spec.HasField("robustness"):
-            return change, None
-        norms = norms_of(change, own_buffers)
-        if not all(map(math.isfinite, norms)):
-            raise BadUpdate("nonfinite", "the norm of the update is beyond float64")
-        return change, norms
 
     def small(self, run: str, blob: str) -> bytes:
         """Return bytes that came within a contribution; for a thread. Corrupt: they are gone."""
@@ -304,7 +322,8 @@ class UpdateStore:
             files |= {bytes.fromhex(answer.file) for answer in lease.answers if answer.file}
             if lease.update is not None:
                 files.add(bytes.fromhex(lease.update.blob))
-                owned, _ = self._kept.pop(lease.update.blob, (0, {}))
+                key = lease.update.blob, lease.update.is_vector
+                owned, _ = self._kept.pop(key, (0, {}))
                 self._kept_bytes -= owned
         return files
 
@@ -435,17 +454,37 @@ def _admits(metric: Metric, score: Score) -> bool:
     return all(map(metric.admits, (score.before, score.after)))
 
 
-def _check_inline(run: LiveRun, message: pb.Update) -> None:
-    if run.record.spec.HasField("flower"):
+def bytes_in(message: pb.Update) -> bytes:
+    """Return the bytes of the update that are in the message, as a vector or as a file."""
+    return message.vector.data if message.HasField("vector") else message.inline
+
+
+def _check_form(run: LiveRun, message: pb.Update) -> None:
+    """Raise Refusal if an update may not come in this form, or is not what it names."""
+    data, spec = bytes_in(message), run.record.spec
+    if message.HasField("vector") and (spec.HasField("flower") or spec.compression):
+        raise Refusal("compression", "this run takes updates as files, the update is a vector")
+    if not data:
+        return
+    if spec.HasField("flower"):
         raise Refusal("missing", "a run with a Flower strategy takes uploads; upload the update")
-    if len(message.inline) > INLINE_BYTES:
-        text = f"an inline update has at most {INLINE_BYTES} bytes, got {len(message.inline)}"
+    if len(data) > INLINE_BYTES:
+        text = f"an inline update has at most {INLINE_BYTES} bytes, got {len(data)}"
         raise Refusal("oversized", text)
-    if (
-        len(message.inline) != message.blob.size
-        or hashlib.sha256(message.inline).digest() != message.blob.sha256
-    ):
+    if len(data) != message.blob.size or hashlib.sha256(data).digest() != message.blob.sha256:
         raise Refusal("damaged", "the bytes in the contribution are not those that it names")
+
+
+def _norms(run: LiveRun, change: dict[str, Array]) -> Norms | None:
+    """Return the norms of an update if they count in this run. BadUpdate: beyond float64."""
+    prepared = run.record.prepared
+    assert prepared is not None
+    if not run.record.spec.HasField("robustness"):
+        return None
+    norms = norms_of(change, frozenset(buffers(prepared.roles)))
+    if not all(map(math.isfinite, norms)):
+        raise BadUpdate("nonfinite", "the norm of the update is beyond float64")
+    return norms
 
 
 def _check_figures(state: RunState, device: str, message: pb.Update) -> None:

@@ -47,12 +47,14 @@ class WorkDocuments:
         self._runs, self._flower, self._blobs, self._clock = runs, flower, blobs, clock
         self._masked = masked
         self._down: dict[str, tuple[Turn | None, dict[str, int]]] = {}
+        self._steps: dict[str, tuple[Turn | None, set[tuple[str, str | None]]]] = {}
         self._sizes: dict[str, int] = {}
         self._states: dict[str, tuple[str, bytes]] = {}  # by run: its shared state, and its bytes
 
     def forget(self, run: str) -> None:
         """Drop what is cached of a run that has ended."""
         self._down.pop(run, None)
+        self._steps.pop(run, None)
         self._states.pop(run, None)
 
     def work_of(self, name: str, more: Answers) -> pb.Work:
@@ -102,17 +104,33 @@ class WorkDocuments:
         prepared, state, spec = run.record.prepared, run.projection.state, run.record.spec
         assert prepared is not None
         asked = self._flower.message(run.record.id, state, name) if spec.flower.app else ""
-        data = self._small_state(run) if inline and not spec.flower.app else b""
+        masking = self._masked.asks(run.record, state, name)
+        learns = masking is None or masking.HasField("keys")  # later steps need no state
+        data = self._small_state(run) if inline and learns and not spec.flower.app else b""
         if data:
             self.bytes_down(run).setdefault(name, len(data))
+        if masking is not None:
+            self._count_step(run, name, masking)
         return messages.TaskFiles(
             self._blob(prepared.plan),
             self._blob(state.shared),
             self._blob(asked) if asked else None,
-            masking=self._masked.asks(run.record, state, name),
+            masking=masking,
             inline=data,
             inline_bytes=0 if spec.HasField("flower") else INLINE_BYTES,
         )
+
+    def _count_step(self, run: LiveRun, name: str, masking: pb.MaskingStep) -> None:
+        """Count the bytes of a masked step that a device is sent, once however often it is."""
+        turn, step = turn_of(run.projection.state.round), (name, masking.WhichOneof("asks"))
+        known = self._steps.get(run.record.id)
+        if known is None or known[0] != turn:
+            known = self._steps[run.record.id] = turn, set()
+        counted = known[1]
+        if step not in counted:
+            counted.add(step)
+            down = self.bytes_down(run)
+            down[name] = down.get(name, 0) + masking.ByteSize()
 
     def _small_state(self, run: LiveRun) -> bytes:
         """Return the shared state if it is small, else empty bytes. It is read once a round."""

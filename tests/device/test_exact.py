@@ -8,10 +8,11 @@ from tests.cloud.federation import given
 from tests.device.devices import client_of, cloud_of, taking_part
 from tests.support.deadlines import within
 
-from triplane.cloud.federation.spec import hyper_of, with_defaults
+from triplane.cloud.federation.spec import hyper_of, robustness_of, with_defaults
 from triplane.proto import federation_pb2 as pb
 from triplane.unified_ir.convert.conversion import read_model
 from triplane.unified_ir.federated.algorithms import algorithm, module_of, plan_of
+from triplane.unified_ir.federated.core import spoilt
 from triplane.unified_ir.federated.core.compress import Compressor
 from triplane.unified_ir.federated.core.draws import Draws
 from triplane.unified_ir.federated.core.learn import Work, learn
@@ -104,16 +105,35 @@ def test_scaffold_over_grpc_ends_as_its_study_with_variates_that_stay_on_devices
     # A run before it leaves its control variates on the devices.
     before = pb.StartRequest(spec=request.spec, key=bytes(reversed(request.key)))
     over = within(over_the_wire(tmp_path, before, request), 120)
+    alone, _ = scaffold_study(tmp_path, request)
+    assert {n: t.array.tobytes() for n, t in over.state.items()} == alone
+
+
+def scaffold_study(folder, request):
+    """The tensors of the model that a study of the same run ends with, and its rounds."""
     spec = with_defaults(request.spec)
-    (tmp_path / "source.tpm").write_bytes(given.model_bytes(tmp_path))
-    module, _ = read_model(tmp_path / "source.tpm")
+    (folder / "source.tpm").write_bytes(given.model_bytes(folder))
+    module, _ = read_model(folder / "source.tpm")
     s, hyper = spec.sampling, hyper_of(spec)
     options = Study(
-        algorithm="scaffold", hyper=hyper, rounds=ROUNDS, seed=spec.seed, steps=s.steps,
-        batch_size=s.batch_size, support=s.support, query=s.query,
+        algorithm="scaffold", hyper=hyper, rounds=spec.rounds, seed=spec.seed, steps=s.steps,
+        batch_size=s.batch_size, support=s.support, query=s.query, robustness=robustness_of(spec),
     )  # fmt: skip
     trial = simulate(module, {n: given.shard(k) for k, n in enumerate(NAMES)}, options)
     alone = module_of(module, "scaffold", hyper, trial.state)
-    assert {n: t.array.tobytes() for n, t in over.state.items()} == {
-        n: t.array.tobytes() for n, t in alone.state.items()
-    }
+    return {n: t.array.tobytes() for n, t in alone.state.items()}, trial.rounds
+
+
+@pytest.mark.long
+def test_scaffold_that_returns_over_grpc_ends_as_its_study(tmp_path, monkeypatch):
+    """Control variates begin again after the return, on devices and in the shared state."""
+    monkeypatch.setattr(spoilt, "PATIENCE", 1)  # at once, and where losses hardly rise
+    monkeypatch.setattr(spoilt, "RISE", 0.005)
+    request = given.start_request(
+        model="tiny@1", algorithm="scaffold", rounds=6, cohort={"devices": 3},
+        hyperparameters=pb.Hyperparameters(lr=2.0), robustness=pb.Robustness(norm_bound="off"),
+    )  # fmt: skip
+    over = within(over_the_wire(tmp_path, request), 120)
+    alone, rounds = scaffold_study(tmp_path, request)
+    assert [r.number for r in rounds if r.returned] == [4]
+    assert {n: t.array.tobytes() for n, t in over.state.items()} == alone

@@ -7,6 +7,7 @@ from triplane.device import memory as remembering
 from triplane.device.memory import NOTHING, Memory, PersonalState, UpdateFacts
 from triplane.proto.disk import OS_DISK
 from triplane.proto.errors import Conflict, Corrupt, Unavailable
+from triplane.unified_ir.files import container
 
 RUN, OTHER = "0123456789abcdef", "fedcba9876543210"
 IMPLIED = PersonalState({"head": np.arange(3.0)}, {"w": np.full((2, 2), 0.25, np.float32)})
@@ -105,6 +106,79 @@ def test_a_new_run_begins_with_the_newest_personal_tensors_and_no_remainder(fold
     assert plain(memory.personal(OTHER)) == {"head": [0, 1, 2]}
     assert memory.personal(OTHER, {"head"}) == NOTHING
     assert plain(memory.personal(RUN, {"head"})) == plain(IMPLIED), "the same run keeps all"
+
+
+def settled_in_turn(memory, *leases):
+    """Settle updates of these leases, whose personal state is their number."""
+    for k, lease in enumerate(leases):
+        implied = PersonalState({"head": np.array([k])}, {})
+        memory.settle(memory.keep(facts(lease=lease), b"data", implied), counted=True)
+
+
+A, B = "aa" * 16, "bb" * 16
+
+
+@pytest.mark.parametrize(
+    ("included", "left"), [(B, {"head": [1]}), (A, {"head": [0]}), ("cc" * 16, {"head": [1]})]
+)
+def test_an_update_that_the_cloud_did_not_include_is_taken_back(folders, included, left):
+    """The last of them is of a cloud that knows neither, so nothing is known to be wrong."""
+    memory = Memory(*folders)
+    settled_in_turn(memory, A, B)
+    memory.take_back(RUN, included=included)
+    memory.take_back(RUN, included=included)
+    assert plain(Memory(*folders).personal(RUN)) == left
+
+
+def test_a_first_update_that_the_cloud_did_not_include_leaves_nothing(folders):
+    memory = Memory(*folders)
+    memory.take_back(RUN, included="")
+    settled_in_turn(memory, A)
+    memory.take_back(RUN, included="")
+    assert memory.personal(RUN) == NOTHING
+    settled_in_turn(memory, B)
+    memory.take_back(RUN, included=B)
+    assert plain(memory.personal(RUN)) == {"head": [0]}
+
+
+@pytest.mark.parametrize("cut", ["write", "drop"])
+def test_a_settlement_that_a_crash_cut_short_keeps_what_was_before(folders, monkeypatch, cut):
+    memory = Memory(*folders)
+    settled_in_turn(memory, A)
+    pending = memory.keep(facts(lease=B), b"data", IMPLIED)
+
+    def crash(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if cut == "write":  # after the copy, before the new state is there
+            patch.setattr(container, "write", crash)
+        else:
+            patch.setattr(remembering, "drop", crash)  # after both
+        with pytest.raises(KeyboardInterrupt):
+            memory.settle(pending, counted=True)
+    memory = Memory(*folders)
+    memory.settle(memory.pending()[0], counted=True)
+    assert plain(memory.personal(RUN)) == plain(IMPLIED)
+    memory.take_back(RUN, included=A)
+    assert plain(memory.personal(RUN)) == {"head": [0]}
+
+
+def test_after_a_return_a_run_begins_with_its_own_tensors_and_no_remainder(folders):
+    memory = Memory(*folders)
+    memory.settle(kept(folders), counted=True)
+    memory.settle(
+        kept(folders, OTHER, implied=PersonalState({"head": np.zeros(3)}, {})), counted=True
+    )
+    assert plain(memory.personal(RUN, returns=1)) == {"head": [0, 1, 2]}
+    assert memory.personal(RUN, {"head"}, returns=1) == NOTHING
+    later = PersonalState({"head": np.full(3, 7.0)}, {})
+    pending = memory.keep(facts(), b"data", later, returns=1)
+    assert [p.facts for p in Memory(*folders).pending()] == [facts()]
+    memory.settle(pending, counted=True)
+    assert plain(memory.personal(RUN, {"head"}, returns=1)) == {"head": [7, 7, 7]}
+    assert plain(memory.personal(RUN)) == plain(IMPLIED), "what it had before"
+    assert list(folders[1].iterdir()) == []
 
 
 def test_damage_is_noticed_and_only_that_file_is_lost(folders):

@@ -145,8 +145,9 @@ def unmeasured(number, run="0123456789abcdef"):
 
 
 def adopted(folder, plan, number, **more):
-    plan.assign({**plans.state(), "w": np.full((2, 1), number, np.float32)})
-    DeviceModel(folder / "model").adopt_unmeasured(plan, unmeasured(number, **more))
+    state = {**plans.state(), "w": np.full((2, 1), number, np.float32)}
+    plan.assign(state)
+    DeviceModel(folder / "model").adopt_unmeasured(plan, unmeasured(number, **more), state)
 
 
 def test_states_that_nobody_measured_follow_each_other_without_a_sync(tmp_path, monkeypatch):
@@ -166,6 +167,36 @@ def test_states_that_nobody_measured_follow_each_other_without_a_sync(tmp_path, 
     adopted(tmp_path, plan, 1, run="fedcba9876543210")
     assert len(synced) == 2
     assert used(tmp_path, plan).tolist() == [[1], [1]]
+
+
+def test_states_that_follow_fast_are_written_when_no_round_follows(tmp_path, monkeypatch):
+    monkeypatch.setattr("triplane.device.model.WAIT_S", 1000.0)
+    monkeypatch.setattr("triplane.device.model.WRITE_S", 1000.0)
+    plan, model = plans.plan(tmp_path), DeviceModel(tmp_path / "model")
+    for number in (1, 2, 3):
+        state = {**plans.state(), "w": np.full((2, 1), number, np.float32)}
+        plan.assign(state)
+        model.adopt_unmeasured(plan, unmeasured(number), state)
+        assert model.choice() == unmeasured(number)
+    plan.assign({**plans.state(), "w": np.full((2, 1), 77, np.float32)})  # learned since
+    model.write_waiting()
+    assert DeviceModel(tmp_path / "model").choice() == unmeasured(1)
+    monkeypatch.setattr("triplane.device.model.WAIT_S", 0.0)
+    model.write_waiting()
+    assert DeviceModel(tmp_path / "model").choice() == unmeasured(3)
+    assert used(tmp_path, plan).tolist() == [[3], [3]]
+    model.adopt_unmeasured(plan, unmeasured(4), state)
+    model.adopt(plan, measured := replace(unmeasured(4), samples=3, accuracy=0.5))
+    model.write_waiting()  # nothing waits any more
+    assert DeviceModel(tmp_path / "model").choice() == measured
+
+
+def test_an_unmeasured_state_is_written_at_once_where_only_the_plan_has_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("triplane.device.model.WRITE_S", 1000.0)
+    plan, model = plans.plan(tmp_path), DeviceModel(tmp_path / "model")
+    for number in (1, 2):
+        model.adopt_unmeasured(plan, unmeasured(number), {})
+        assert DeviceModel(tmp_path / "model").choice() == unmeasured(number)
 
 
 def test_an_unmeasured_state_is_made_durable_once_in_a_while(tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ from triplane.proto import federation_pb2 as pb
 from triplane.proto.disk import OsDisk
 from triplane.unified_ir.federated.core.compress import LEVELS
 from triplane.unified_ir.federated.core.files import INLINE_BYTES, like_of, most_bytes, read_update
+from triplane.unified_ir.federated.core.vector import VectorLayout, decode_vector
 from triplane.unified_ir.runtime import Limits
 
 SHARD = plans.shard(held_out=6)
@@ -77,6 +78,19 @@ def test_personal_state_changes_only_with_an_update_that_counted(tmp_path, count
         assert [p.facts.lease for p in memory(tmp_path).pending()] == [lease(1).hex()]
         await stage.heeded(pb.Work(settled=[settlement(1, counted=counted)]))
         await learnt(stage, 2)
+
+    story_of(tmp_path, tell)
+    assert list(memory(tmp_path).personal(RUN).tensors.get("head", [])) == steps
+
+
+@pytest.mark.parametrize(("included", "steps"), [(lease(1), [3, 3]), (b"", [])])
+def test_personal_state_of_an_abandoned_round_is_taken_back(tmp_path, included, steps):
+    """The update counted, but the state of the next task was made without it."""
+
+    async def tell(stage):
+        await learnt(stage, 1)
+        await stage.heeded(pb.Work(settled=[settlement(1, counted=True)]))
+        await learnt(stage, 2, included=included)
 
     story_of(tmp_path, tell)
     assert list(memory(tmp_path).personal(RUN).tensors.get("head", [])) == steps
@@ -360,6 +374,32 @@ def test_a_measured_model_is_not_dropped_for_the_unmeasured_one_of_another_run(t
     assert (choice.plan, choice.accuracy) == (measured, 1.0)
 
 
+def test_an_idle_device_writes_the_last_state_of_rounds_that_followed_fast(tmp_path, monkeypatch):
+    for name, seconds in (("client.IDLE_S", 0.05), ("model.WAIT_S", 0.0), ("model.WRITE_S", 99.0)):
+        monkeypatch.setattr(f"triplane.device.{name}", seconds)
+
+    async def story():
+        async with staged(tmp_path / "stage") as stage:
+            client = client_at(stage, tmp_path / "ann", plans.shard(held_out=0))
+            async with serving(client):
+                await stage.offer()
+                plan, digest = stage.plan()
+                for number in (1, 2, 3):
+                    w = np.full((2, 1), number, np.float32)
+                    more = {"plan": plan, "state": stage.state(digest, w=w), "round": number}
+                    stage.tell(
+                        stage.task(number, **more), settled=[settlement(number - 1, counted=True)]
+                    )
+                    await stage.contribution(lease(number))
+                    assert client.choice().round == 1
+                stage.tell(settled=[settlement(3, counted=True)])
+                while client.choice().round == 1:  # noqa: ASYNC110 -- written by a thread
+                    await asyncio.sleep(0.01)
+                return client.choice().round
+
+    assert within(story()) == 3
+
+
 def test_a_small_state_and_update_ride_in_messages_and_stay_the_same_after_a_restart(tmp_path):
     """No file of either comes or goes; the next process sends the very bytes again."""
 
@@ -396,9 +436,12 @@ def test_a_small_state_and_update_ride_in_messages_and_stay_the_same_after_a_res
     assert change["w"].any()
 
 
-@pytest.mark.parametrize("inline_bytes", [0, 4, INLINE_BYTES])
+@pytest.mark.parametrize(
+    ("inline_bytes", "takes_vector"),
+    [(0, True), (4, True), (INLINE_BYTES, False), (INLINE_BYTES, True)],
+)
 def test_a_device_whose_updates_imply_nothing_makes_nothing_durable_and_learns_them_again(
-    tmp_path, monkeypatch, inline_bytes
+    tmp_path, monkeypatch, inline_bytes, takes_vector
 ):
     """Beyond the first task, which brings the plan and the first model. Then the process ends."""
     home, synced = tmp_path / "ann", []
@@ -417,6 +460,7 @@ def test_a_device_whose_updates_imply_nothing_makes_nothing_durable_and_learns_t
         w = np.full((2, 1), number, np.float32)
         state = stage.state(digest, roles, w=w, head=np.zeros(2, np.float32))
         more = {"round": number, "learn": pb.Learn(), "inline_bytes": inline_bytes}
+        more["takes_vector"] = takes_vector
         return stage.task(number, plan=plan, state=state, **more)
 
     async def learnt_again(stage, number, *settled):
@@ -443,7 +487,48 @@ def test_a_device_whose_updates_imply_nothing_makes_nothing_durable_and_learns_t
     second, again, found = within(story())
     assert not found
     assert second.blob.size > 0
-    assert (again.blob, again.inline, again.loss) == (second.blob, second.inline, second.loss)
+    assert second.HasField("vector") == takes_vector
+    assert bool(second.vector.data or second.inline) == (inline_bytes == INLINE_BYTES)
+    for name in ("blob", "inline", "vector", "loss"):
+        assert getattr(again, name) == getattr(second, name)
+
+
+def test_a_device_sends_a_file_once_its_cloud_takes_no_vectors_any_more(tmp_path):
+    """The cloud was replaced by an earlier release; the update stands for the same change."""
+
+    async def story():
+        async with staged(tmp_path / "stage") as stage:
+            roles = {**plans.ROLES, "head": "buffer"}
+            plan, digest = stage.plan(roles=roles)
+            state = stage.state(digest, roles, head=np.zeros(2, np.float32))
+            told = []
+            async with serving(client_at(stage, tmp_path / "ann", SHARD)) as client:
+                await stage.offer()
+                for takes in (True, False):
+                    task = stage.task(
+                        1, plan=plan, state=state, learn=pb.Learn(), inline_bytes=INLINE_BYTES,
+                        takes_vector=takes,
+                    )  # fmt: skip
+                    client._working._done.clear()  # as if it could not send the first one
+                    stage.heard.clear()
+                    stage.tell(task)
+                    told.append((await stage.contribution(lease(1))).update)
+                    while not client._working._done:  # noqa: ASYNC110 -- until it is acknowledged
+                        await asyncio.sleep(0)
+            return told
+
+    vector, file = within(story())
+    like = like_of({**{n: plans.state()[n] for n in ("w", "bias")}, "head": np.zeros(2, "f4")})
+    layout = VectorLayout.of(like)
+    assert vector.vector.layout == layout.digest
+    assert not file.HasField("vector")
+    change = read_update(
+        tmp_path / "update", like, run=RUN, lease=lease(1).hex(), max_bytes=INLINE_BYTES,
+        buffers={"bias", "head"}, data=file.inline,
+    )  # fmt: skip
+    found = decode_vector(vector.vector.data, layout.digest, layout, lease(1).hex())
+    for name, x in change.items():
+        assert found[name].tobytes() == x.tobytes()
 
 
 def test_what_counted_takes_effect_though_a_later_lease_was_lost_meanwhile(tmp_path):

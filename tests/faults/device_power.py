@@ -131,7 +131,7 @@ class Story:
                 self.take(told)
                 self.settle(desk)
         assert sorted(p.name for p in home.pending.iterdir()) == []
-        kept = {f"{RUN}.state"} if self.blobs.compression else set()
+        kept = {f"{RUN}.state", f"{RUN}.before"} if self.blobs.compression else set()
         left = {p.name for p in home.personal.iterdir()} - {"model.newest"}
         assert left == kept | {"model"}
 

@@ -152,6 +152,7 @@ def again(plan, state, found, lease, spec):
         batch_size=s.batch_size, support=s.support, query=s.query,
     )  # fmt: skip
     plan.assign(state)
-    made = learn.learn(plan, work, shard(REAL.index(lease.device)))
+    names = REAL if lease.device in REAL else NAMES
+    made = learn.learn(plan, work, shard(names.index(lease.device)))
     assert made.examples == lease.update.examples
     return made.examples, lambda: made.change

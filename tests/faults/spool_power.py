@@ -28,15 +28,17 @@ from triplane.proto import federation_pb2 as pb
 from triplane.proto.blobs import BlobFolder
 from triplane.proto.errors import Corrupt, NotFound
 from triplane.unified_ir.federated.algorithms import algorithm
-from triplane.unified_ir.federated.core.files import write_state, write_update
+from triplane.unified_ir.federated.core.files import like_of, write_state, write_update
 from triplane.unified_ir.federated.core.rules import lease_id
 from triplane.unified_ir.federated.core.run import Arrived, Reduced
+from triplane.unified_ir.federated.core.vector import VectorLayout, encode_vector
 
 RUN, PLAN_DIGEST = "0123456789abcdef", "d" * 64
 NAMES = ("ann", "bob")
 ROUNDS = 2
 ROLES = {"w": "parameter", "scale": "buffer"}
 FIRST = {"w": np.arange(6, dtype=np.float32), "scale": np.ones((), np.float32)}
+LAYOUT = VectorLayout.of(like_of(FIRST))
 EPOCH = "the same in each life, so that updates are the same bytes in each story"
 DEADLINE_S = 60.0
 POINTS = 30  # of some 70 operations
@@ -61,7 +63,8 @@ class Cut(Database):
 class Story:
     """A cloud's two folders, and what its devices know. acknowledged: updates by lease.
 
-    inline: updates come within their contributions. rows: small updates and states of the database.
+    inline: updates come within their contributions; vector: as vectors. rows: small updates and
+    states of the database.
     """
 
     folder: Path
@@ -71,6 +74,7 @@ class Story:
     acknowledged: dict = field(default_factory=dict)
     read: Any = None  # what the database says, until the next life
     inline: bool = False
+    vector: bool = False
     rows: dict = field(default_factory=dict)
 
     @property
@@ -157,10 +161,14 @@ class Story:
             await self._contribute(federation, name, task)
 
     async def _contribute(self, federation, name, task):
-        content = self.given.updates[task.lease.hex()]
+        lease = task.lease.hex()
+        content = (self.given.vectors if self.vector else self.given.updates)[lease]
         blob = pb.Blob(sha256=sha256(content), size=len(content))
         told = pb.Update(blob=blob, examples=10, loss=0.5, seconds=0.1)
-        if self.inline:
+        if self.vector:
+            assert task.takes_vector
+            told.vector.CopyFrom(pb.UpdateVector(data=content, layout=LAYOUT.digest))
+        elif self.inline:
             told.inline = content
         else:
             await self._upload(federation, name, content)
@@ -219,15 +227,16 @@ def rows_of(connection):
 
 @dataclass(frozen=True)
 class Given:
-    """What every story begins with. updates: by lease, the same bytes in each."""
+    """What every story begins with. updates, vectors: by lease, the same bytes in each."""
 
     plan: bytes
     state: bytes
     updates: dict
+    vectors: dict
 
     @classmethod
     def make(cls, folder):
-        path, updates = folder / "made", {}
+        path, updates, vectors = folder / "made", {}, {}
         write_state(path, FIRST, ROLES, plan=PLAN_DIGEST)
         state = path.read_bytes()
         for number in range(1, ROUNDS + 2):
@@ -240,7 +249,8 @@ class Given:
                     seed=0, device=name,
                 )  # fmt: skip
                 updates[lease] = path.read_bytes()
-        return cls(b"a plan that no device of this story opens", state, updates)
+                vectors[lease] = encode_vector(change, LAYOUT, lease)
+        return cls(b"a plan that no device of this story opens", state, updates, vectors)
 
     def entry(self):
         row = algorithm("fedadam")
@@ -273,8 +283,11 @@ class Given:
         return story
 
 
-def stories(quick_folder, *, inline=False):
-    """What begins a story on a home; it must come to the states of an undisturbed one."""
+def stories(quick_folder, *, inline=False, vector=False):
+    """What begins a story on a home; it must come to the states of an undisturbed one.
+
+    The undisturbed one has files, so that vectors must come to the same states.
+    """
     folder = quick_folder / "given"
     folder.mkdir()
     given, calm_home = Given.make(folder), quick_folder / "calm"
@@ -286,7 +299,8 @@ def stories(quick_folder, *, inline=False):
     assert len(expected) == ROUNDS
 
     def begin(root):
-        made = replace(given.begin(root, folder / root.name), inline=inline)
+        begun = given.begin(root, folder / root.name)
+        made = replace(begun, inline=inline, vector=vector)
         made.expected = expected
         return made
 

@@ -89,6 +89,7 @@ def cut(folder):
         ("device that keeps no update", device_power, CUTS, alone),
         ("cloud", spool_power, CUTS // 2, {}),
         ("cloud whose updates come in messages", spool_power, CUTS // 2, {"inline": True}),
+        ("cloud whose updates come as vectors", spool_power, CUTS // 2, {"vector": True}),
     ):
         place = made(folder / what)
         play = module.stories(place, **options)

@@ -21,11 +21,17 @@ def play(quick_folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inline", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_power_cuts_and_kills_leave_what_was_acknowledged_and_what_is_journaled(
-    quick_folder, inline
-):
-    play = stories(quick_folder, inline=inline)
+@pytest.mark.parametrize(
+    "way",
+    [
+        {},
+        pytest.param({"inline": True}, marks=pytest.mark.long),
+        pytest.param({"vector": True}, marks=pytest.mark.long),
+    ],
+    ids=("uploaded", "inline", "vector"),
+)
+def test_power_cuts_and_kills_leave_what_was_acknowledged_and_what_is_journaled(quick_folder, way):
+    play = stories(quick_folder, **way)
     operations, made, kills = cuts(quick_folder, play, points=POINTS, seed=1)
     assert 20 < operations <= made
     assert kills == POINTS // 2

@@ -1,3 +1,4 @@
+import re
 import shutil
 import subprocess
 import sys
@@ -221,3 +222,27 @@ def test_any_content_survives_the_round_trip(tmp_path_factory, parts, properties
     opened = read(path, expected_digest=digest)
     assert {row.name: bytes(opened.part(row.name)) for row in opened.manifest.parts} == parts
     assert dict(opened.manifest.properties) == properties
+
+
+def mapped_kb(path):
+    """Kilobytes of a file's mappings that are in the memory of this process."""
+    name, total = "", 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            name = line.split(maxsplit=5)[5] if len(line.split(maxsplit=5)) > 5 else ""
+        elif line.startswith("Rss:") and name == str(path):
+            total += int(line.split()[1])
+    return total
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux says what is mapped")
+def test_released_views_take_no_memory_and_can_be_read_again(tmp_path):
+    x = np.arange(1 << 20, dtype=np.float32).reshape(1024, 1024)
+    path = tmp_path / "x"
+    container.write(path, "state", [container.tensor_part("x.safetensors", {"x": x})])
+    view = container.Container(path, kind="state").tensors("x.safetensors")["x"].data
+    assert view.sum() == x.sum()
+    assert mapped_kb(path) >= x.nbytes // 1024
+    container.release_mapped([view, x])
+    assert mapped_kb(path) < x.nbytes // 1024 // 8
+    np.testing.assert_array_equal(view, x)

@@ -1,6 +1,7 @@
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import os
 import random
 import threading
@@ -144,13 +145,37 @@ class Breaking(TransferServicer):
         return await super().Upload(some(), context)
 
 
-def test_upload_sends_pieces_that_also_a_slow_link_brings_in_time(tmp_path):
+def test_upload_sends_pieces_that_also_a_slow_link_brings_in_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("triplane.proto.transfer.FAST_S", 0.0)
     blobs = BlobFolder(tmp_path / "cloud")
     noting = Breaking(blobs, 1 << 30)
     path = file_of(tmp_path, 1_000_000)
     with serving_with(noting) as channel:
         assert blobs.find(upload(channel, path)).read_bytes() == path.read_bytes()
     assert max(noting.sizes) <= 128 << 10
+
+
+def test_pieces_grow_while_the_link_is_fast(tmp_path, monkeypatch):
+    monkeypatch.setattr("triplane.proto.transfer.FAST_S", 1000.0)
+    blobs = BlobFolder(tmp_path / "cloud")
+    noting = Breaking(blobs, 1 << 30)
+    path = file_of(tmp_path, 4_000_000)
+    with serving_with(noting) as channel:
+        assert blobs.find(upload(channel, path)).read_bytes() == path.read_bytes()
+    sizes = [size for size in noting.sizes if size]
+    assert sizes[:5] == [128 << 10, 256 << 10, 512 << 10, 1 << 20, 1 << 20]
+    assert max(sizes) == 1 << 20
+
+
+@pytest.mark.parametrize("breaks_after", [1 << 30, 1 << 20], ids=("whole", "broken"))
+def test_buffers_arrive_as_the_file_that_they_would_be(tmp_path, monkeypatch, breaks_after):
+    monkeypatch.setattr("triplane.proto.transfer.WAIT_S", 0.001)
+    blobs = BlobFolder(tmp_path / "cloud")
+    data = file_of(tmp_path, 3_000_001).read_bytes()
+    cuts = [0, 5, 5, 100_000, 1_500_000, len(data)]
+    buffers = [memoryview(data)[a:b] for a, b in itertools.pairwise(cuts)]
+    with serving_with(Breaking(blobs, breaks_after)) as channel:
+        assert blobs.find(upload(channel, buffers)).read_bytes() == data
 
 
 def test_upload_goes_on_over_a_link_that_breaks_as_long_as_each_try_brings_some(

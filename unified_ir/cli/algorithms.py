@@ -13,6 +13,8 @@ import click
 
 from triplane.proto.errors import InvalidInput, TriplaneError
 from triplane.unified_ir.cli.number_options import flag, number_option
+from triplane.unified_ir.cli.privacy import EPILOG as PRIVACY_EPILOG
+from triplane.unified_ir.cli.privacy import privacy_options, privacy_set
 from triplane.unified_ir.cli.robustness import KEY, limit_options, limits_set
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ class AlgorithmCommand(click.Command):
     """A command with an option per hyperparameter; those that were set are passed to it as `hyper`.
 
     It also has the options that limit devices; those that were set are its parameter `robustness`.
+    Those of noise and of masking are its parameters `privacy` and `masking`.
 
     zero_is_unset: refuse 0 in a field of the wire that would make it the default. from_files:
     `--algorithm FILE.py:NAME` registers an algorithm of a file while the command runs, so that its
@@ -74,6 +77,7 @@ class AlgorithmCommand(click.Command):
         values = {name: ctx.params.pop(name, None) for name in hyperparameters()}
         ctx.params["hyper"] = {name: v for name, v in values.items() if v is not None}
         ctx.params[KEY] = limits_set(ctx.params)
+        ctx.params |= privacy_set(ctx.params)
         return rest
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -92,7 +96,7 @@ class AlgorithmCommand(click.Command):
     def _params(self, own: list[click.Parameter]) -> list[click.Parameter]:
         from triplane.unified_ir.federated.algorithms.table import ALGORITHMS, hyperparameters
 
-        limits = limit_options()
+        limits = [*limit_options(), *privacy_options()]
         own = [*own, *limits]
         taken = {name for param in own for name in (param.name, *param.opts)}
         for name in hyperparameters():
@@ -120,7 +124,7 @@ class AlgorithmCommand(click.Command):
         from triplane.unified_ir.federated.algorithms.table import ALGORITHMS
 
         lines = "\n".join(f"  {row.name:10} {row.summary}" for row in ALGORITHMS.values())
-        epilog = (self.epilog or "").replace(SUMMARIES, lines)
+        epilog = (self.epilog or "").replace(SUMMARIES, lines) + PRIVACY_EPILOG
         click.Command(None, epilog=epilog).format_epilog(ctx, formatter)
 
 

@@ -31,7 +31,7 @@ def limit_options() -> list[click.Parameter]:
     return [
         click.Option(
             ["--norm-bound"], metavar="BOUND", callback=_bound,
-            help="Largest norm of a device's change: adaptive (3 times the round's lower median), "
+            help="Largest norm of a device's change: adaptive (twice the round's lower median), "
             "off, or a number.  [default: adaptive]",
         ),
         click.Option(
@@ -82,8 +82,8 @@ def limit_facts(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def round_lines(scaled: int, returned: str) -> list[str]:
-    """Return what a person should know of a round: scaled updates, a return."""
-    updates = f"{scaled} update{'s' if scaled > 1 else ''} scaled to the norm bound"
+    """Return what a person should know of a round: updates above the bound, a return."""
+    updates = f"{scaled} update{'s' if scaled > 1 else ''} above the norm bound"
     return [line for line in (updates if scaled else "", returned) if line]
 
 

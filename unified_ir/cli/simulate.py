@@ -14,7 +14,8 @@ from triplane.proto.errors import InvalidInput, Unavailable
 from triplane.unified_ir.cli import data_options
 from triplane.unified_ir.cli.algorithms import FILES, AlgorithmCommand
 from triplane.unified_ir.cli.number_options import flag, parse_seeds
-from triplane.unified_ir.cli.robustness import limit_facts, round_lines
+from triplane.unified_ir.cli.privacy import study_facts, study_masking, study_privacy
+from triplane.unified_ir.cli.robustness import round_lines
 from triplane.unified_ir.cli.shell import (
     COUNT,
     EXIT_CODES,
@@ -198,7 +199,8 @@ def compare(options: dict[str, Any], server_of: ServerOf) -> None:
     from triplane.unified_ir.convert.conversion import read_model
 
     studies = _studies(options, 0)  # refuses options before anything is read
-    if warning := studies[0][0].robustness.warning:
+    warning = studies[0][0].robustness.warning
+    if warning and studies[0][0].privacy is None:
         output.note(warning)
     module, _ = read_model(options["model"])
     if options["engine"] == "xla":
@@ -396,6 +398,8 @@ def _study(name: str, options: dict[str, Any], seed: int) -> Study:
         ways=options["ways"] or 0,
         evaluate_every=options["evaluate_every"],
         robustness=Robustness(**options["robustness"]),
+        privacy=study_privacy(options),
+        masking=study_masking(options),
         **{k: options[k] for k in names},
     )
 
@@ -416,6 +420,8 @@ def _trial(
     seen, unseen = groups
     metric = metric_of(module.entry("evaluate").result_names)
     reported: list[int] = []
+    if study.masking is not None:
+        note(study.masking.text(study.devices or len(seen)))
 
     def on_round(row: RoundRow) -> None:
         if not reported and row.number > 1:
@@ -438,6 +444,10 @@ def _trial(
         module, seen, study, unseen=unseen, folder=folder, server=server, on_round=on_round,
         on_scores=on_scores,
     )  # fmt: skip
+    if trial.privacy is not None:
+        note(f"{label}: {trial.privacy.text}")
+    if trial.ended:
+        note(f"{label} ended: {trial.ended}")
     if not reported:
         note(f"{label} was already finished; read from {folder}")
     # The report needs no weights, and those of many trials may not fit into memory.
@@ -492,7 +502,8 @@ def _lines(trials: Sequence[Trial], stopped: dict[str, list[int]]) -> list[str]:
     done = completion(trials, stopped)
     metric = trials[0].metric
     before = "before" if metric.share else f"{metric.name} before"
-    heads = ("algorithm", "devices", "start", before, "adapted", "worst tenth", "MB up")
+    last = ["epsilon"] if any(trial.privacy is not None for trial in trials) else []
+    heads = ("algorithm", "devices", "start", before, "adapted", "worst tenth", "MB up", *last)
     rows = [
         row
         for replicates in by_algorithm(trials).values()
@@ -527,6 +538,7 @@ def _row(
         f"{max(s.devices for s in summaries)} {group}",
         *("-" if s is None else s.text(metric) for s in (start, *spreads)),
         f"{sum(t.bytes_up for t in replicates) / len(replicates) / 1e6:.1f}",
+        *([] if replicates[0].privacy is None else [f"{replicates[0].privacy.epsilon:.4g}"]),
     )
 
 
@@ -541,7 +553,7 @@ def _facts(options: dict[str, Any], groups: Groups) -> dict[str, str]:
         for hyper in row.hyper:
             number = f"{values.get(hyper.name, hyper.default):g}"
             numbers.setdefault(hyper.name, {})[number] = None
-    options = options | limit_facts(options) | {k: tuple(v) for k, v in numbers.items()}
+    options = options | study_facts(options) | {k: tuple(v) for k, v in numbers.items()}
     meta = any(row.episodes for row in rows)
     # fmt: off
     # False for an option without an effect on these algorithms and this partition: on the page it
@@ -569,6 +581,8 @@ def _facts(options: dict[str, Any], groups: Groups) -> dict[str, str]:
         "server_of",
         "hyper",
         "robustness",
+        "privacy",
+        "masking",
     }  # fmt: skip
     options["seeds"] = _seeds(options)
     facts = {

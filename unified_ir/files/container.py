@@ -20,6 +20,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO, Final
 
+import numpy as np
+
 from triplane.proto.disk import OS_DISK, Disk, atomic_file
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, Unavailable
 from triplane.unified_ir.files import digests, tensors
@@ -293,6 +295,17 @@ class Container:
 
     def _corrupt(self, message: str) -> Corrupt:
         return Corrupt(f"{self.path.name}: {message}")
+
+
+def release_mapped(arrays: Iterable[tensors.Array]) -> None:
+    """Release the memory of views of mapped files; later use reads it from the files again."""
+    for x in arrays:
+        base: object = x
+        while isinstance(base, np.ndarray):
+            base = base.base
+        owner = base.obj if isinstance(base, memoryview) else None
+        if isinstance(owner, mmap.mmap):
+            owner.madvise(mmap.MADV_DONTNEED)
 
 
 def _stream(file: BinaryIO, offset: int, data: PartData) -> tuple[bytes, int]:

@@ -115,11 +115,11 @@ def test_an_aggregator_and_a_strategy_are_not_both_taken(model):
 
 def test_people_see_scaled_updates_and_returns():
     scaled = pb.Round(number=1, asked=3, counted=3, scaled=2, closed_s=2.0, opened_s=1.0)
-    assert round_row(scaled)[-1] == "2 updates scaled"
+    assert round_row(scaled)[-1] == "2 updates above the norm bound"
     returned = pb.Round(number=2, counted=3, returned="the loss is large; returned", closed_s=3.0)
     assert round_row(returned)[-1] == "the loss is large; returned"
     off = pb.Spec(model="m@1", robustness=pb.Robustness(norm_bound="off"))
     run = pb.Run(id="0" * 16, spec=off, rounds=[scaled, returned])
     assert "no norm bound: one device can replace the model" in headline(run)
-    assert "2 updates scaled" in run_text(run)
+    assert "2 updates above the norm bound" in run_text(run)
     assert "no norm bound" not in headline(pb.Run(id="0" * 16, spec=pb.Spec(model="m@1")))

@@ -1,8 +1,8 @@
 """Rows of a run's tables, as people read them."""
 
-from triplane.cloud.cli.runs import member_row
+from triplane.cloud.cli.runs import headline, masking_lines, member_row, run_text
 from triplane.cloud.cli.text import record
-from triplane.proto.federation_pb2 import Member, Run, Score
+from triplane.proto.federation_pb2 import Cohort, MaskedRounds, Member, Run, Score, Spec
 from triplane.unified_ir.federated.core.metric import LOSS
 
 
@@ -21,3 +21,17 @@ def test_losses_of_a_device_are_numbers_and_not_percent():
 def test_a_run_names_its_metric_in_json_only_if_it_is_not_accuracy():
     assert "metric" not in record(Run(id="0" * 16))
     assert record(Run(id="0" * 16, metric="loss"))["metric"] == "loss"
+
+
+def test_a_masked_run_says_what_its_masking_holds():
+    masking = MaskedRounds(least=6, lost_share=0.1, colluding_share=0.1, failure=1e-6)
+    run = Run(id="0" * 16, spec=Spec(model="m@1", masking=masking, cohort=Cohort(devices=10)))
+    lines = masking_lines(run)
+    assert lines[0].startswith("masking for 10 devices: every device shares its secrets with all")
+    assert "over 6 or more devices, after 6 of them have signed" in lines[1]
+    assert "at most 1 devices are lost and at most 1 collude" in lines[2]
+    assert "masked: the cloud learns sums over 6 or more devices" in headline(run)
+    assert run_text(run).splitlines()[1:4] == lines
+    run.spec.ClearField("masking")
+    assert masking_lines(run) == []
+    assert "masked" not in headline(run)

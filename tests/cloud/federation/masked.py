@@ -68,7 +68,8 @@ class MaskedDevice(Device):
     """Learns and masks. lost: the step from which on it is silent, by round. answers: all sent.
 
     twist: changes an answer before it is sent. lies: masks the largest integers instead of its
-    update. in_the_clear: sends its update as if the round were not masked.
+    update. in_the_clear: sends its update as if the round were not masked. repeats: sends each
+    answer twice, and all earlier ones of the round again.
     """
 
     lost: dict[int, str] = field(default_factory=dict)
@@ -78,6 +79,7 @@ class MaskedDevice(Device):
     twist: Any = None
     lies: bool = False
     in_the_clear: bool = False
+    repeats: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -117,6 +119,9 @@ class MaskedDevice(Device):
         self.kept.append(Kept(task, sent))
         await self.client.send(sent)
         self.kept[-1].acknowledged = True
+        earlier = [x for t, x in self.answers if t.lease == task.lease] if self.repeats else []
+        for again in earlier:
+            await self.client.send(again)
 
     def answer(self, task, step):
         body = task.masking

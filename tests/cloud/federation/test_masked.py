@@ -14,6 +14,7 @@ from tests.cloud.federation.given import (
     make_home,
     model_bytes,
     registered,
+    start_request,
 )
 from tests.cloud.federation.masked import NORM, MaskedDevice, masked_request, weighted_mean
 from tests.support.deadlines import within
@@ -87,6 +88,16 @@ def check_mean(before, after, secrets_of, cap):
         assert length < 0.2 * norm_of([mean[n] for n in names]), "the rounding is small beside it"
 
 
+def check_bytes_down(round_, devices):
+    """Each step counts once, and the state is sent with the first one only."""
+    tasks = [task for d in devices for task, _ in d.answers if task.round == 1]
+    steps = sum(task.masking.ByteSize() for task in tasks)
+    state = sum(len(task.inline_state) for task in tasks)
+    assert 0 < state == sum(d.answers[0][0].state.size for d in devices)
+    fetched = round_.bytes_down - steps - state
+    assert 0 <= fetched <= sum(task.plan.size + task.state.size for task in tasks) / 5
+
+
 def norm_of(tensors):
     return np.sqrt(sum(float(np.square(x).sum()) for x in tensors))
 
@@ -113,6 +124,7 @@ def test_the_state_of_a_masked_run_moves_by_the_weighted_mean_of_the_updates(
         (1, False, 3), (2, False, 3), (2, True, 3),
     ]  # fmt: skip
     assert all(r.loss == 0 for r in run.rounds), "no loss of a device is published"
+    check_bytes_down(run.rounds[0], devices)
     assert not run.refusals.reasons
     for number, following in ((1, (2, False)), (2, (2, True))):
         tasks = {d.name: next(t for t, _ in d.answers if t.round == number) for d in devices}
@@ -269,6 +281,57 @@ def test_masked_updates_above_the_inline_limit_are_uploaded_and_removed_after_th
     assert all(x.blob.size < 0.5 * 4 * entries for x in sent)
     assert run.rounds[0].bytes_up > 3 * sent[0].blob.size
     assert not [p for p in folder.iterdir() if p.is_file()]
+
+
+@pytest.mark.long
+def test_answers_that_are_sent_again_change_nothing(tmp_path):
+    def prepare(devices):
+        devices[1].repeats = True
+
+    run, _, _ = within(run_of(tmp_path, 3, masked_request(3), prepare))
+    assert run.phase == pb.Run.DONE, run.reason
+    assert not run.refusals.reasons
+    assert all((m.counted, m.dropped) == (3, 0) for m in run.members)
+
+
+@pytest.mark.long
+def test_an_answer_to_a_step_that_is_not_the_present_one_is_refused(tmp_path):
+    def early(device, task, step, sent):
+        if step == "share":
+            sent.masked.signature.CopyFrom(pb.SurvivorSignature(signature=b"s"))
+        return sent
+
+    def prepare(devices):
+        devices[1].twist = early
+
+    request = masked_request(5, lost_share=0.2, rounds=1)
+    run, _, _ = within(run_of(tmp_path, 5, request, prepare))
+    assert run.phase == pb.Run.DONE, run.reason
+    ((refusal),) = run.refusals.reasons
+    assert refusal.newest == "the round is at the step shares, and this answers signatures"
+
+
+@pytest.mark.long
+def test_an_answer_of_a_masked_round_is_refused_in_a_round_in_the_clear(tmp_path):
+    async def story():
+        async with running(make_home(tmp_path)) as cloud:
+            await registered(cloud, tmp_path)
+            devices = await masked_devices(cloud, tmp_path, 2)
+
+            async def answers(device, task):
+                sent = pb.Contribution(run=task.run, round=task.round, lease=task.lease)
+                sent.masked.signature.signature = b"s"
+                await device.client.send(sent)
+
+            devices[0]._worked = lambda task: answers(devices[0], task)
+            async with living(devices):
+                request = start_request(rounds=1, cohort={"devices": 2, "quorum": 0.5})
+                return await ended(cloud, (await cloud.federation.begin(request, by="op")).id)
+
+    run = within(story())
+    assert run.phase == pb.Run.DONE, run.reason
+    assert {r.kind for r in run.refusals.reasons} == {"kind"}
+    assert run.rounds[0].counted == 1
 
 
 @pytest.mark.long

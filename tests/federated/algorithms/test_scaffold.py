@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.federated.study.given import least_squares
+from tests.support.liars import LyingServer, scaled
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import nn, optim, train
 from triplane.unified_ir.autodiff import GRAD
 from triplane.unified_ir.federated.algorithms import Hyper, module_of, plan_of, steps, table
-from triplane.unified_ir.federated.algorithms.aggregators import UNLIMITED
+from triplane.unified_ir.federated.algorithms.aggregators import UNLIMITED, Robustness
 from triplane.unified_ir.federated.algorithms.hyper import ANCHOR, LR
 from triplane.unified_ir.federated.algorithms.scaffold import CONTROL, OWN, TAKEN
 from triplane.unified_ir.federated.core import learn
@@ -226,6 +228,46 @@ def test_scaffold_reaches_the_optimum_of_a_quadratic_and_fedavg_its_biased_fixed
     )
     np.testing.assert_allclose(drifted, biased, rtol=0, atol=1e-4)
     assert np.abs(biased - optimum).max() > 0.01
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("devices", [3, 6, 12])
+def test_limits_leave_honest_devices_alone_and_the_optimum_where_it_is(devices):
+    """A device that was not asked for a while changes up to 64 medians of its round."""
+    of, every = least_squares(24)
+    made = Study(
+        algorithm="scaffold", hyper=Hyper(lr=SHORT), rounds=150, steps=LENGTH, batch_size=1000,
+        devices=devices,
+    )  # fmt: skip
+    trial = simulate(of, every, made)
+    assert not any(r.scaled for r in trial.rounds)
+    np.testing.assert_allclose(trial.state[weight_of(of)], optimum(every), rtol=0, atol=1e-4)
+
+
+@pytest.mark.long
+def test_scaffold_reaches_the_optimum_also_after_a_return():
+    """Control variates of the spoilt state would stay wrong for good, so they begin again."""
+    of, every = least_squares(8)
+    made = Study(
+        algorithm="scaffold", hyper=Hyper(lr=SHORT), rounds=150, steps=LENGTH, batch_size=1000,
+        devices=4, robustness=Robustness(norm_bound="off"),
+    )  # fmt: skip
+    server = LyingServer({"device-00", "device-01"}, scaled(1e4), range(20, 24))
+    trial = simulate(of, every, made, server=server)
+    assert [r.number for r in trial.rounds if r.returned] == [24]
+    np.testing.assert_allclose(trial.state[weight_of(of)], optimum(every), rtol=0, atol=1e-4)
+
+
+def weight_of(of):
+    (name,) = (n for n in of.state if of.state[n].role is Role.PARAMETER)
+    return name
+
+
+def optimum(devices):
+    """Of the mean of their least-squares problems."""
+    data = [[s.train[k].astype(np.float64) for k in ("x", "y")] for s in devices.values()]
+    best = np.linalg.solve(sum(x.T @ x for x, _ in data), sum(x.T @ y for x, y in data))
+    return best.T
 
 
 def test_result_of_a_run_with_shared_state_of_its_own_is_a_module(tmp_path):

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from triplane.unified_ir.federated.core.run import (
+    NEWEST_RULES,
     RULES_WITH_PAUSES,
     RULES_WITH_RESTS,
     Answered,
@@ -193,7 +194,13 @@ def _refuse(state: RunState, event: Refused) -> tuple[RunState, Effects]:
     if lease is None:
         return state, ()
     done = replace(lease, outcome=Outcome.REFUSED, reason=event.reason)
-    return _settle(state, replace(done, bytes_down=event.bytes_down))
+    missed = state.members[event.device].missed
+    state, effects = _settle(state, replace(done, bytes_down=event.bytes_down))
+    if state.rules >= NEWEST_RULES:
+        until = state.turn[0] + 1 + min(2**missed, 32)
+        member = replace(state.members[event.device], missed=min(missed + 1, 32), rests_until=until)
+        state = _with(state, member)
+    return state, effects
 
 
 def _decline(state: RunState, event: Declined) -> tuple[RunState, Effects]:
@@ -229,7 +236,12 @@ def _reduce(state: RunState, event: Reduced) -> tuple[RunState, Effects]:
     number, every = event.number, state.plan.evaluate_every
     judged = number == state.plan.rounds or (every > 0 and number % every == 0)
     turn = (number, True) if judged else (number + 1, False)
-    return _gather(replace(state, shared=event.shared, attempt=0), turn, event.at_s), ()
+    members = dict(state.members)
+    for lease in state.round.leases if state.round else ():
+        if lease.outcome is Outcome.COUNTED and state.rules >= NEWEST_RULES:
+            members[lease.device] = replace(members[lease.device], included_lease=lease.id)
+    after = replace(state, shared=event.shared, attempt=0, members=members)
+    return _gather(after, turn, event.at_s), ()
 
 
 def _finish(state: RunState, event: Finished) -> tuple[RunState, Effects]:

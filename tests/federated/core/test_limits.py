@@ -57,24 +57,30 @@ def test_norms_whose_squares_float64_does_not_hold_are_exact():
     assert norms_of({"w": np.full(4, 2.0**900)}, ())[0] == 2.0**901
     assert norms_of({"w": np.array([-(2.0**900)])}, ())[0] == 2.0**900
     assert norms_of({"w": np.full(4, 1.7e308)}, ())[0] == math.inf
+    assert norms_of({"w": np.array([1.0, math.nan], np.float32)}, ())[0] == math.inf
+    assert norms_of({"w": np.array([math.nan, 1.0])}, ())[0] == math.inf
     assert norms_of({"w": np.zeros((0, 3)), "v": np.zeros(2)}, ()) == (0.0, 0.0)
 
 
-def test_a_change_above_the_bound_is_scaled_to_it_and_no_other_is():
+def test_a_change_above_the_bound_is_scaled_to_the_median_and_no_other_is():
     updates = [update(1.0), update(2.0), update(2.5), update(1e6), update(3e38)]
     kept, scaled = bounded(updates)
     assert scaled == 2
-    np.testing.assert_allclose(
-        sizes(kept), [1, 2, 2.5, 2.5 * NORM_FACTOR, 2.5 * NORM_FACTOR], rtol=1e-6
-    )
+    np.testing.assert_allclose(sizes(kept), [1, 2, 2.5, 2.5, 2.5], rtol=1e-6)
     for before, after in zip(updates[:3], kept, strict=False):
         assert after.open is before.open, "what is within the bound is not even copied"
+
+
+def test_a_change_of_as_many_medians_as_are_allowed_is_not_scaled():
+    most = float(np.float32(NORM_FACTOR))
+    assert bounded([update(1.0), update(1.0), update(most)])[1] == 0
+    assert bounded([update(1.0), update(1.0), update(np.nextafter(np.float32(most), 9))])[1] == 1
 
 
 def test_of_two_updates_the_smaller_one_sets_the_bound():
     kept, scaled = bounded([update(1e6), update(1.0)])
     assert scaled == 1
-    np.testing.assert_allclose(sizes(kept), [NORM_FACTOR, 1.0], rtol=1e-6)
+    np.testing.assert_allclose(sizes(kept), [1.0, 1.0], rtol=1e-6)
     assert bounded([update(1e6)])[1] == 0, "one device alone is its own median"
 
 
@@ -82,7 +88,7 @@ def test_buffers_have_a_bound_of_their_own():
     kept, scaled = bounded([update(1.0), update(1.0), update(1.0, buffer=1e9)])
     assert scaled == 1
     assert sizes(kept) == [1.0, 1.0, 1.0]
-    np.testing.assert_allclose(sizes(kept, "s"), [1, 1, NORM_FACTOR], rtol=1e-6)
+    np.testing.assert_allclose(sizes(kept, "s"), [1, 1, 1], rtol=1e-6)
 
 
 def test_a_number_bounds_parameters_and_off_bounds_nothing():
@@ -90,7 +96,7 @@ def test_a_number_bounds_parameters_and_off_bounds_nothing():
     kept, scaled = bounded(updates, "2")
     assert scaled == 2
     np.testing.assert_allclose(sizes(kept), [1, 2, 2], rtol=1e-6)
-    np.testing.assert_allclose(sizes(kept, "s"), [1, 1, NORM_FACTOR], rtol=1e-6)
+    np.testing.assert_allclose(sizes(kept, "s"), [1, 1, 1], rtol=1e-6)
     assert sizes(bounded(updates, "off")[0]) == sizes(updates)
 
 
@@ -109,7 +115,7 @@ def test_a_small_float16_change_is_not_scaled_to_zero():
     large = RoundUpdate(1, lambda: {"w": np.array([6e4, 1.0], np.float16)})
     small = RoundUpdate(1, lambda: {"w": np.array([1e-3, 0.0], np.float16)})
     kept, _ = bounded([large, small])
-    np.testing.assert_allclose(kept[0].open()["w"][1], NORM_FACTOR * 1e-3 / 6e4, rtol=2e-2)
+    np.testing.assert_allclose(kept[0].open()["w"][1], 1e-3 / 6e4, rtol=2e-2)
 
 
 def test_a_number_of_examples_counts_up_to_the_cap():

@@ -187,6 +187,65 @@ def test_an_honest_round_has_the_bits_of_the_plain_mean(weighting):
         }
 
 
+FAR_FROM = {"w": np.full((4, 5), 10, np.float32), "b": np.zeros(())}
+
+
+def defended(given, state, name="mean", **options):
+    updates = [RoundUpdate(1, partial(dict, c)) for c in given]
+    after = reduce_round(
+        state, options.pop("slots", {}), updates, robustness=Robustness(aggregator=name),
+        draws=Draws(0, 1, "", "buckets"), weighting="equal", server=SGD, hyper={"server_lr": 1.0},
+        **options,
+    )  # fmt: skip
+    return after, flat(after.state) - flat(state)
+
+
+@pytest.mark.parametrize("times", [1e6, -1e6, 3e37, -3e37])
+def test_a_change_that_no_honest_device_sends_is_left_out(times):
+    given = changes(9)
+    lies = [{n: np.asarray(x * times, x.dtype) for n, x in c.items()} for c in given[:2]]
+    after, moved = defended([*lies, *given[2:]], FAR_FROM)
+    np.testing.assert_allclose(moved, np.mean([flat(c) for c in given[2:]], 0), rtol=1e-5)
+    assert after.scaled == 2
+
+
+def test_a_long_change_that_does_not_replace_the_model_counts_as_a_typical_one():
+    """Of a device with new samples, where the others have nothing to learn any more."""
+    given = changes(5)
+    small = [{n: x / 50 for n, x in c.items()} for c in given[1:]]
+    after, moved = defended([given[0], *small], FAR_FROM)
+    typical = np.median([np.linalg.norm(flat(c)) for c in (given[0], *small)])
+    share = flat(given[0]) * typical / np.linalg.norm(flat(given[0]))
+    expected = np.mean([share, *map(flat, small)], 0)
+    np.testing.assert_allclose(moved, expected, rtol=1e-4)
+    assert after.scaled == 1
+
+
+def test_updates_that_the_aggregator_needs_are_scaled_instead_of_left_out():
+    given = changes(3)
+    lie = {n: np.asarray(x * 1e6, x.dtype) for n, x in given[0].items()}
+    after, moved = defended([lie, *given[1:]], FAR_FROM, name="median")
+    assert after.scaled == 1
+    assert np.abs(moved).max() < 3
+
+
+def test_control_variates_are_limited_by_the_largest_median_of_all_rounds():
+    """A device that comes late changes more than those that were asked just before."""
+    controls = {"buffers": frozenset("b"), "shares": {"b": 0.5}}
+    first, _ = defended(changes(5), FAR_FROM, **controls)
+    late = [{n: x / 1000 for n, x in c.items()} for c in changes(4)] + changes(1)
+    after, moved = defended(late, FAR_FROM, slots=first.slots, **controls)
+    expected = np.mean([flat(c) for c in late], 0) * np.r_[np.ones(20), 0.5]
+    np.testing.assert_allclose(moved, expected, rtol=1e-3, atol=1e-6)
+    assert after.scaled == 0
+    far = {n: np.asarray(x * 5, x.dtype) for n, x in late[4].items()}
+    after, moved = defended([*late[:4], far], FAR_FROM, slots=after.slots, **controls)
+    # |S| is the number of devices that counted.
+    expected = np.mean([flat(c) for c in late[:4]], 0) * np.r_[np.ones(20), 0.5 * 4 / 5]
+    np.testing.assert_allclose(moved, expected, rtol=1e-2, atol=1e-6)
+    assert after.scaled == 1
+
+
 def test_the_order_of_updates_is_all_that_a_tie_of_krum_depends_on():
     same = changes(1) * 5
     close(run(same, "krum"), flat(same[0]))

@@ -6,6 +6,8 @@ import random
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from triplane.proto.errors import Conflict, InvalidInput
 from triplane.unified_ir.federated.privacy import secret
@@ -88,8 +90,30 @@ def test_a_repeated_charge_of_a_device_changes_nothing():
     event = NoiseEvent(5.0)
     device = DeviceBudget(3.0, 1e-6).charge("a", 4, event)
     assert device.charge("a", 4, event) is device
-    assert device.charge("a", 3, event) is device
     assert device.charge("b", 4, event).spent > device.spent
+
+
+def test_another_lease_of_a_round_is_charged_again():
+    """The cloud gave the round up, or goes on from a backup: two sums may have been published."""
+    event = NoiseEvent(5.0, separation=3)
+    device = DeviceBudget(3.0, 1e-6).charge("a", 4, event, "one")
+    assert device.charge("a", 4, event, "one") is device
+    for round_ in (4, 2):
+        again = through_json(device.charge("a", round_, event, "two"))
+        assert again.spent == pytest.approx(spending([NoiseEvent(5.0, 2)]).epsilon(1e-6))
+        assert (again.runs["a"].round, again.runs["a"].lease) == (round_, "two")
+        assert again.charge("a", round_, event, "two") is again
+
+
+@given(st.integers(1, 60), st.integers(1, 9), st.floats(0.3, 20))
+def test_the_rounds_that_fit_are_those_that_can_be_charged(limit, separation, multiplier):
+    budget = RunBudget(2.0, 1e-5, multiplier, separation=separation)
+    fitting = budget.most_rounds(limit)
+    for round_ in range(1, fitting + 1):
+        budget = budget.charge(round_)
+    assert fitting <= limit
+    assert budget.spent <= 2.0
+    assert fitting == limit or not budget.fits()
 
 
 def test_a_device_rests_between_uses_of_correlated_noise():

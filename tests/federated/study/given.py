@@ -50,6 +50,12 @@ class Normed(nn.Cell):
         return self.head(self.norm(x))
 
 
+def half_frozen():
+    cell = plain()
+    next(iter(cell.parameters().values())).trainable = False
+    return cell
+
+
 def plain():
     return nn.Sequential(nn.Dense(2, 4), nn.Tanh(), nn.Dense(4, 2))
 

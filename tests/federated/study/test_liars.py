@@ -37,6 +37,20 @@ def test_a_scaled_change_moves_the_state_by_a_share_of_what_it_would(lie):
     assert ",1\r\n" in rounds_csv([lied]) or ",1\n" in rounds_csv([lied])
 
 
+@pytest.mark.parametrize("algorithm", ["fedavg", "scaffold"])
+def test_a_change_that_is_not_finite_is_left_out(algorithm):
+    """A cloud refuses it on arrival."""
+
+    def spoil(contribution):
+        change = {n: np.full_like(x, np.nan) for n, x in contribution.change.items()}
+        return replace(contribution, change=change)
+
+    made = given.study(algorithm, rounds=3)
+    lied = simulate(given.module(), given.shards(), made, server=LyingServer({"device-1"}, spoil))
+    assert [r.scaled for r in lied.rounds] == [1] * 3
+    assert all(np.isfinite(x).all() for x in lied.state.values())
+
+
 @pytest.mark.long
 def test_a_claim_of_examples_counts_three_medians_at_most():
     alone = simulate(
@@ -67,18 +81,42 @@ def test_a_spoilt_study_returns_and_learns_on():
     assert max(losses[LAST:]) < 2 < min(losses[3:LAST])
 
 
-def simulate_spoilt(rounds, folder=None, algorithm="fedavg"):
+@pytest.mark.parametrize("rounds", [4, 5])
+def test_a_study_that_was_spoilt_shortly_before_its_end_returns(rounds):
+    """The change of round 3 is bad in fewer rounds than elsewhere make a study return."""
+    trial, honest = simulate_spoilt(rounds), simulate_spoilt(2)
+    assert [bool(r.returned) for r in trial.rounds] == [False] * (rounds - 1) + [True]
+    assert given.bits(trial)[3] == given.bits(honest)[3], "what round 3 began from"
+
+
+def simulate_spoilt(rounds, folder=None, algorithm="fedavg", on_round=None):
     made = given.study(algorithm, robustness=OFF, rounds=rounds)
     server = LyingServer({"device-1"}, scaled(1e4), {3})
-    return simulate(given.module(), given.shards(), made, server=server, folder=folder)
+    return simulate(
+        given.module(), given.shards(), made, server=server, folder=folder, on_round=on_round
+    )
+
+
+class Killed(Exception):
+    pass
+
+
+def killed_in(number):
+    def on_round(row):
+        if row.number == number:
+            raise Killed
+
+    return on_round
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("algorithm", ["fedavg", "fedavgm"])
-def test_a_study_that_was_ended_anywhere_returns_to_the_same_bits(tmp_path, algorithm):
+@pytest.mark.parametrize("algorithm", ["fedavg", "fedavgm", "scaffold"])
+def test_a_study_that_was_killed_anywhere_returns_to_the_same_bits(tmp_path, algorithm):
     whole = simulate_spoilt(9, algorithm=algorithm)
-    for rounds in range(1, 10):
-        parts = simulate_spoilt(rounds, tmp_path, algorithm)
+    for number in range(1, 10):
+        with pytest.raises(Killed):
+            simulate_spoilt(9, tmp_path, algorithm, killed_in(number))
+    parts = simulate_spoilt(9, tmp_path, algorithm)
     assert [r.returned for r in parts.rounds] == [r.returned for r in whole.rounds]
     assert given.bits(parts)[3] == given.bits(whole)[3]
 
@@ -92,12 +130,10 @@ def test_a_study_that_is_spoilt_again_and_again_stops_with_the_reason():
 
 
 def test_a_study_that_may_not_return_does_not():
-    returns = {"fedavg": 0, "scaffold": 3}
-    for algorithm, most in returns.items():
-        server = LyingServer({"device-1"}, scaled(1e4), {3})
-        made = given.study(algorithm, robustness=replace(OFF, returns=most), rounds=9)
-        trial = simulate(given.module(), given.shards(), made, server=server)
-        assert not any(r.returned for r in trial.rounds)
+    server = LyingServer({"device-1"}, scaled(1e4), {3})
+    made = given.study(robustness=replace(OFF, returns=0), rounds=9)
+    trial = simulate(given.module(), given.shards(), made, server=server)
+    assert not any(r.returned for r in trial.rounds)
 
 
 def test_progress_with_other_limits_is_of_another_study(tmp_path):

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
+
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.algorithms.hyper import NOT_NEGATIVE, Hyperparameter, HyperRule
 from triplane.unified_ir.federated.core import robust
@@ -21,6 +23,11 @@ from triplane.unified_ir.federated.core.limits import (
     RoundUpdate,
     check_norm_bound,
     limited,
+    longest,
+    longest_controlled,
+    medians_of,
+    norms_of,
+    with_norms,
 )
 from triplane.unified_ir.federated.core.reduce import MAX_EXAMPLES, ServerHyper, ServerOptimizer
 from triplane.unified_ir.federated.core.reduce import reduce as reduce_updates
@@ -28,6 +35,8 @@ from triplane.unified_ir.federated.core.spoilt import MAX_RETURNS
 
 MEAN: Final = "mean"
 BUCKETING: Final = "bucketing"
+LARGEST: Final = "largest_medians"
+"""Name, beside the optimizer's slots, of the largest lower medians of a run's norms up to now."""
 Numbers = Mapping[str, float]
 
 # fmt: off
@@ -220,11 +229,16 @@ UNLIMITED: Final = Robustness(norm_bound=OFF, max_examples=MAX_EXAMPLES, returns
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """The next state and the optimizer's slots. scaled: updates that were above a norm bound."""
+    """The next state and the optimizer's slots. scaled: updates that were above a norm bound.
+
+    They were scaled, or left out. clip: the next round's norm, where it follows the updates of a
+    run with differential privacy.
+    """
 
     state: dict[str, Array]
     slots: dict[str, Array]
     scaled: int
+    clip: float = 0.0
 
 
 def reduce_round(
@@ -242,13 +256,24 @@ def reduce_round(
 ) -> Reduction:
     """Reduce a round within its limits; see `core.reduce.reduce` for the other arguments.
 
-    draws: of the round; they order updates into buckets.
+    draws: of the round; they order updates into buckets. shares: with them, devices have control
+    variates, and the limits are of all rounds so far.
     """
-    bounded, scaled = limited(
-        updates, norm_bound=robustness.norm_bound, max_examples=robustness.max_examples,
-        buffers=buffers,
-    )  # fmt: skip
     row, numbers = robustness.row, robustness.all_numbers
+    controlled = bool(shares)
+    near = list(updates)
+    largest: dict[str, Array] = {}
+    if updates and (controlled or robustness.norm_bound != OFF):
+        within, largest = _without_far(state, slots, updates, buffers, controlled=controlled)
+        if robustness.norm_bound != OFF and len(within) >= row.least(numbers):
+            near = within
+    if not slots:
+        # The first round, or the first one after a return: control variates of devices are 0.
+        state = {n: np.zeros_like(x) if n in (shares or {}) else x for n, x in state.items()}
+    bounded, scaled = limited(
+        near, norm_bound=robustness.norm_bound, max_examples=robustness.max_examples,
+        buffers=buffers, adaptive=not controlled,
+    )  # fmt: skip
 
     def combine(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Array]:
         size = numbers.get("bucket_size")
@@ -260,9 +285,35 @@ def reduce_round(
             buckets=robust.bucket_means(order, int(size)) if size else None,
         )  # fmt: skip
 
+    counted = len(bounded) / max(1, len(updates))
     after, next_slots = reduce_updates(
         state, slots, [(u.examples, u.open) for u in bounded], weighting=weighting, server=server,
-        hyper=hyper, buffers=buffers, shares=shares,
+        hyper=hyper, buffers=buffers,
+        shares={name: share * counted for name, share in (shares or {}).items()},
         combine=None if row.name == MEAN else combine,
     )  # fmt: skip
-    return Reduction(after, next_slots, scaled)
+    return Reduction(after, next_slots | largest, scaled + len(updates) - len(bounded))
+
+
+def _without_far(
+    state: Mapping[str, Array],
+    slots: Mapping[str, Array],
+    updates: Sequence[RoundUpdate],
+    buffers: frozenset[str],
+    *,
+    controlled: bool,
+) -> tuple[list[RoundUpdate], dict[str, Array]]:
+    """Return the updates that honest devices may send, and what later rounds have to know.
+
+    controlled: devices have control variates.
+    """
+    measured = with_norms(updates, buffers)
+    norms = [pair for _, pair in measured]
+    if controlled:
+        largest = np.maximum(slots.get(LARGEST, 0.0), medians_of(norms))
+        most, kept = longest_controlled((largest[0], largest[1])), {LARGEST: largest}
+    else:
+        floats = {n: x for n, x in state.items() if np.issubdtype(x.dtype, np.floating)}
+        most, kept = longest(norms, lambda: norms_of(floats, buffers)[0]), {}
+    near = [u for u, (p, s) in measured if p <= most[0] and s <= most[1]]
+    return near, kept

@@ -27,16 +27,22 @@ RESERVED: Final = (HYPER, ANCHOR, RATE, CONTROL)
 ADAPT: Final = "adapt"
 STEPS_KEY: Final = "adapt_steps"
 """Key of a module's meta: number of steps of its entry `adapt` in an adaptation."""
+PRIVACY_KEY: Final = "privacy"
+"""Key of a module's meta: what the run that made it spent, as JSON (`PrivacySpent`)."""
 ALGORITHM_KEY: Final = "adapt_algorithm"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanMade:
-    """A plan file. digest: its root digest. state: initial shared state; roles: of all state."""
+    """A plan file. digest: its root digest. state: initial shared state; roles: of all state.
+
+    frozen: shared tensors that learning does not move.
+    """
 
     digest: str
     state: dict[str, Array]
     roles: dict[str, str]
+    frozen: tuple[str, ...] = ()
 
 
 def functions_of(module: Module, name: str, hyper: Hyper) -> dict[str, Function]:
@@ -86,15 +92,25 @@ def plan_of(
         parent=digest,
     )
     plan_digest = write_plan(Path(path), spec)
-    return PlanMade(plan_digest, {n: arrays[n] for n in shared(roles)}, roles)
+    moved = functions["local_update"].result_names
+    frozen = tuple(n for n in shared(roles) if n not in moved)
+    return PlanMade(plan_digest, {n: arrays[n] for n in shared(roles)}, roles, frozen)
 
 
-def module_of(module: Module, name: str, hyper: Hyper, state: Mapping[str, Array]) -> Module:
+def module_of(
+    module: Module,
+    name: str,
+    hyper: Hyper,
+    state: Mapping[str, Array],
+    *,
+    meta: Mapping[str, str] | None = None,
+) -> Module:
     """Return the module at a run's shared state, with the entry `adapt` that the run learned for.
 
     `adapt` takes one step on a batch, at the rates that are state of the module; the meta key
     `adapt_steps` has the number of steps. State of the algorithm that `adapt` does not read is left
-    out. InvalidInput: the state does not belong to such a run.
+    out. meta: further keys; `privacy` of the run that `module` came from does not stay, because it
+    does not hold for what was learned since. InvalidInput: the state does not belong to such a run.
     """
     row, of = algorithm(name), _objective(module)
     extra_state = _extra_state(row, of, hyper)
@@ -110,11 +126,12 @@ def module_of(module: Module, name: str, hyper: Hyper, state: Mapping[str, Array
     # An entry may share its function with others, so a function of that name may have to stay.
     candidates = (ADAPT, *(f"{ADAPT}{i}" for i in range(len(functions))))
     function = next(n for n in candidates if n not in functions)
+    inherited = {k: v for k, v in module.meta.items() if k != PRIVACY_KEY}
     return Module(
         {**functions, function: adapt},
         {**entries, ADAPT: function},
         after,
-        {**module.meta, STEPS_KEY: str(hyper.inner_steps), ALGORITHM_KEY: name},
+        {**inherited, STEPS_KEY: str(hyper.inner_steps), ALGORITHM_KEY: name, **(meta or {})},
     )
 
 

@@ -121,15 +121,6 @@ class Algorithm:
         """Whether adaptation uses learned rates instead of `hyper.lr`."""
         return self.adapt is steps.learned_rate_adapt
 
-    @property
-    def can_return(self) -> bool:
-        """Whether a run may return to an earlier state.
-
-        Not with control variates: those on devices would stay those of the later state, and the sum
-        of their changes would never again be the shared one.
-        """
-        return not self.by_share
-
     def shares(
         self, hyper: Mapping[str, float], names: Iterable[str], *, updates: int, members: int
     ) -> dict[str, float]:

@@ -123,7 +123,7 @@ def read_state(
     if verified:
         file.trust()
     tensors = {name: tensor.data for name, tensor in file.tensors(STATE).items()}
-    if odd := [name for name, x in tensors.items() if not _is_finite(x)]:
+    if odd := [name for name, x in tensors.items() if not is_finite(x)]:
         raise InvalidInput(f"{odd[0]!r} of the state holds numbers that are not finite")
     return tensors
 
@@ -272,7 +272,7 @@ def _opened(
         raise BadUpdate("compression", f"{name!r}: {error}") from error
     if x is None:
         raise BadUpdate("shape", f"{name!r} is {expected[0]}{expected[1]} here, sent is {sent}")
-    if not _is_finite(x):
+    if not is_finite(x):
         raise BadUpdate("nonfinite", f"{name!r} holds numbers that are not finite")
     return x
 
@@ -283,7 +283,8 @@ def _only_part(file: Container, name: str) -> None:
         raise Corrupt(f"{file.path.name}: requires the part {name!r}, got {parts[:4]}")
 
 
-def _is_finite(x: Array) -> bool:
+def is_finite(x: Array) -> bool:
+    """Return whether all numbers are finite."""
     return not np.issubdtype(x.dtype, np.floating) or bool(np.isfinite(x).all())
 
 

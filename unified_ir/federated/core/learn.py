@@ -191,6 +191,12 @@ def buffers(roles: Mapping[str, str]) -> frozenset[str]:
     return frozenset(name for name, role in roles.items() if role == BUFFER)
 
 
+def sent_buffers(state: Mapping[str, Array], roles: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the buffers that updates carry: of the shared state, those of floating point."""
+    names = sorted(buffers(roles) & set(shared(roles)))
+    return tuple(n for n in names if np.issubdtype(state[n].dtype, np.floating))
+
+
 def check_labels(plan: EntrySignatures, shard: Shard, *, ways: int = 0) -> None:
     """Raise InvalidInput if a label is not one of the plan's classes.
 

@@ -31,8 +31,8 @@ MAX_WHY: Final = 8
 MAX_WHY_CHARS: Final = 200
 OTHER: Final = "other reasons"
 MAX_REST: Final = 32
-"""Largest number of rounds for which a device that misses deadlines is not drawn. The number is 1
-after the first missed deadline and doubles with each further one in a row."""
+"""Largest number of rounds for which a device that misses deadlines, or sends what cannot count, is
+not drawn. The number is 1 after the first time and doubles with each further one in a row."""
 ANSWERED: Final = UNWILLING | {Outcome.COUNTED}
 
 Step = tuple[RunState, Effects]
@@ -100,6 +100,8 @@ def settle(state: RunState, lease: Lease, outcome: Outcome) -> Step:
         rests_until=0 if answered else member.rests_until,
         counted_lease=lease.id if counted else member.counted_lease,
     )
+    if counted and state.plan.budget is not None and state.round and not state.round.evaluates:
+        member = replace(member, used_round=state.round.number)
     return with_member(put_lease(state, replace(lease, outcome=outcome)), member), (
         Tell(lease.device),
     )
@@ -139,7 +141,7 @@ def counted_leases(round_: Round) -> tuple[Lease, ...]:
 
 
 def resting(member: RunMember, number: int) -> RunMember:
-    """Return the member after it missed the deadline of that round."""
+    """Return the member after it gave nothing of use to the round of that number."""
     rest = min(2**member.missed, MAX_REST)
     missed = min(member.missed + 1, MAX_REST)  # a count beyond it would make no difference
     return replace(member, missed=missed, rests_until=number + 1 + rest)

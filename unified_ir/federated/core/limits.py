@@ -1,20 +1,23 @@
 """Limits for what one device can do to a round: the norm of its change, and its weight.
 
-    change' = change * min(1, bound / ||change||),   weight' = min(examples, most)
+    change' = change,                        if ||change|| <= NORM_FACTOR median
+              change median / ||change||,    otherwise
+    weight' = min(examples, most)
 
-The bound is `NORM_FACTOR` times the lower median of the round's norms, so it follows the devices
-and needs no setting; it takes more than half of them to raise it above what honest ones send, and
-half to lower it, to 0 if they like. Parameters
-and buffers have a norm and a bound each, because a change of statistics of batches can spoil a
-model as well. The limits depend on the round's updates alone, so a repeated reduction gives the
-same bits, and a round in which nothing is above them gives those of the plain mean.
+The median is the lower one of the round's norms, so the limit follows the devices and needs no
+setting; it takes more than half of them to raise it above what honest ones send, and half to lower
+it, to 0 if they like. A change above the limit counts as a typical one, not as the longest that is
+allowed: sent with the other sign, the latter would still undo those of several devices. Changes
+that no honest device sends are left out (`longest`). Parameters and buffers have a norm and a limit
+each, because a change of statistics of batches can spoil a model as well. A round in which nothing
+is above the limits gives the bits of the plain mean.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -22,10 +25,18 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.draws import Array
 
-NORM_FACTOR: Final = 3.0
-"""Bound of a round's norms, in lower medians. In studies of the digits, even and with few
-classes for each device, the largest norm of a round is 1.2 to 1.5 of them in the median, and up to
-3.1; with SCAFFOLD up to 4.9, as a device that comes late has control variates of 0."""
+NORM_FACTOR: Final = 2.0
+"""Largest norm that is not scaled, in lower medians. In studies of the digits the largest norm of a
+round is 1.2 to 1.5 of them in the median, and up to 3.1 where devices have few classes."""
+FAR_FACTOR: Final = 10.0
+"""Norm, in lower medians, from which a change is left out if it is longer than the parameters
+themselves. A device with new samples may be far above others that have nothing to learn any more,
+but it does not replace the model in one round."""
+CONTROLLED_FACTOR: Final = 3.0
+"""Largest norm that is not left out, in the largest lower median of all rounds so far, where
+devices have control variates. One that was not asked for a long time then changes more than the
+others, in a study of 24 least-squares problems up to 64 medians of its round, but up to 2.1 of the
+largest so far."""
 EXAMPLES_FACTOR: Final = 3
 """Largest weight of an update, in lower medians of the round's numbers of examples."""
 ADAPTIVE: Final = "adaptive"
@@ -61,7 +72,7 @@ def check_norm_bound(text: str) -> None:
 
 
 def norms_of(change: Change, buffers: Collection[str]) -> Norms:
-    """Return the norms of a change; infinite if float64 cannot hold one."""
+    """Return the norms of a change; infinite if float64 cannot hold one, or it has a NaN."""
     names = sorted(change)
     return (
         _norm([change[n] for n in names if n not in buffers]),
@@ -85,16 +96,18 @@ def limited(
     norm_bound: str,
     max_examples: int,
     buffers: Collection[str],
+    adaptive: bool = True,
 ) -> tuple[list[RoundUpdate], int]:
     """Return the updates within the limits, and how many of them were scaled.
 
     norm_bound: "adaptive", "off", or the bound of parameters as a number; that of buffers is then
-    adaptive. max_examples: largest weight; 0 for `EXAMPLES_FACTOR` medians.
+    adaptive. max_examples: largest weight; 0 for `EXAMPLES_FACTOR` medians. adaptive: False if no
+    norm is limited by those of the round.
     """
     if not updates:
         return [], 0
     most = max_examples or EXAMPLES_FACTOR * lower_median([u.examples for u in updates])
-    factors = _factors(updates, norm_bound, buffers)
+    factors = _factors(updates, norm_bound, buffers, adaptive=adaptive)
     scaled = sum(min(pair) < 1 for pair in factors)
     bounded = [
         RoundUpdate(min(u.examples, int(most)), _opening(u.open, pair, buffers))
@@ -108,22 +121,57 @@ def lower_median(values: Sequence[float]) -> float:
     return sorted(values)[(len(values) - 1) // 2]
 
 
+def with_norms(
+    updates: Sequence[RoundUpdate], buffers: Collection[str]
+) -> list[tuple[RoundUpdate, Norms]]:
+    """Return the updates with their norms, computed where they are not known."""
+    pairs = ((u, u.norms or norms_of(u.open(), buffers)) for u in updates)
+    return [(replace(u, norms=norms), norms) for u, norms in pairs]
+
+
+def medians_of(norms: Sequence[Norms]) -> Norms:
+    """Return the lower medians of at least one update's norms."""
+    return lower_median([p for p, _ in norms]), lower_median([s for _, s in norms])
+
+
+def longest(norms: Sequence[Norms], size: Callable[[], float]) -> Norms:
+    """Return the norms beyond which a change is left out, for those of at least one update.
+
+    size: returns the norm of the parameters.
+    """
+    far = FAR_FACTOR * medians_of(norms)[0]
+    # Their norm takes as long as that of an update, so it is computed only if it decides something.
+    is_any_far = any(parameters > far for parameters, _ in norms)
+    return max(far, size()) if is_any_far else far, math.inf
+
+
+def longest_controlled(largest: Norms) -> Norms:
+    """Return the norms beyond which a change is left out where devices have control variates.
+
+    largest: the largest lower medians of the rounds so far. Nothing is scaled there: the shared
+    control variate would miss for good what the device's own one has.
+    """
+    return CONTROLLED_FACTOR * largest[0], CONTROLLED_FACTOR * largest[1]
+
+
 def _factors(
-    updates: Sequence[RoundUpdate], norm_bound: str, buffers: Collection[str]
+    updates: Sequence[RoundUpdate], norm_bound: str, buffers: Collection[str], *, adaptive: bool
 ) -> list[tuple[float, float]]:
     if norm_bound == OFF:
         return [(1.0, 1.0)] * len(updates)
-    norms = [u.norms or norms_of(u.open(), buffers) for u in updates]
+    norms = [norms for _, norms in with_norms(updates, buffers)]
+    # Pairs of the largest norm that is not scaled and the norm to which the others are.
     parameters, statistics = (
-        NORM_FACTOR * lower_median([pair[group] for pair in norms]) for group in (0, 1)
+        (NORM_FACTOR * median, median) if adaptive else (math.inf, math.inf)
+        for median in medians_of(norms)
     )
     if norm_bound != ADAPTIVE:
-        parameters = float(norm_bound)
-    return [(_factor(p, parameters), _factor(s, statistics)) for p, s in norms]
+        parameters = float(norm_bound), float(norm_bound)
+    return [(_factor(p, *parameters), _factor(s, *statistics)) for p, s in norms]
 
 
-def _factor(norm: float, bound: float) -> float:
-    return bound / norm if norm > bound else 1.0
+def _factor(norm: float, most: float, scaled_to: float) -> float:
+    return scaled_to / norm if norm > most else 1.0
 
 
 def _opening(
@@ -154,7 +202,7 @@ def _norm(arrays: Sequence[Array]) -> float:
     # Powers of two, so that scaling rounds nothing.
     unit = math.ldexp(1.0, -max(exponent, 0))
     total = math.fsum(s for x in arrays for s in _squares(x, unit))
-    return math.sqrt(total) / unit if unit else math.inf
+    return math.sqrt(total) / unit if unit and not math.isnan(total) else math.inf
 
 
 def _largest(x: Array) -> float:

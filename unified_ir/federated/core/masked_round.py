@@ -42,10 +42,10 @@ from triplane.unified_ir.federated.core.run import (
     Outcome,
     Phase,
     Round,
-    RunPlan,
     RunState,
     Tell,
 )
+from triplane.unified_ir.federated.core.run_plan import RunPlan
 
 REFUSED: Final = "masking"
 """The kind under which refused answers are counted."""

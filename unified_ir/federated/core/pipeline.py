@@ -112,7 +112,15 @@ _COMPRESSED: Final = (
     "what compression sends may exceed the norm to which the update was clipped, because it rounds "
     "and adds what earlier updates lost; drop the compression"
 )
-_NOISY: Final = {"weight": _DATA_IN_WEIGHTS, "state": _NEGATIVE_VARIANCE}
+_CONTROL: Final = (
+    "updates of SCAFFOLD carry control variates, which grow with a device's gradients and are not "
+    "clipped with its change; choose fedavg, fedprox or fedadam"
+)
+_NOISY: Final = {
+    "weight": _DATA_IN_WEIGHTS,
+    "control-variates": _CONTROL,
+    "state": _NEGATIVE_VARIANCE,
+}
 _ROBUST: Final = {
     "mask": _PER_DEVICE,
     "noise-central": _NOISE_OF_SUMS,
@@ -122,10 +130,9 @@ _NORM: Final = RowParameter("norm", 1e-6, 1e6)
 _MULTIPLIER: Final = RowParameter("noise_multiplier", 1e-3, 1e6)
 
 
-def _robust(name: str, summary: str, *parameters: RowParameter) -> PipelineRow:
-    return PipelineRow(
-        name, "aggregate", summary, parameters, refuses=_ROBUST, unless={"mask": "groups"}
-    )
+def _robust(name: str, summary: str) -> PipelineRow:
+    """Return the row of an aggregator; its numbers are declared and checked where it is."""
+    return PipelineRow(name, "aggregate", summary, refuses=_ROBUST, unless={"mask": "groups"})
 
 
 PIPELINE: Final[tuple[PipelineRow, ...]] = (
@@ -212,11 +219,11 @@ PIPELINE: Final[tuple[PipelineRow, ...]] = (
     ),
     PipelineRow("by-examples", "weight", "updates count by the number of a device's examples"),
     _robust("median", "coordinate-wise median of updates"),
-    _robust("trimmed-mean", "mean without the extreme values", RowParameter("trim", 0.0, 0.499)),
+    _robust("trimmed-mean", "mean without the extreme values"),
     _robust("krum", "the update nearest to its neighbours"),
     _robust("multi-krum", "mean of the updates nearest to their neighbours"),
     _robust("bucketing", "a robust aggregate of means of random buckets"),
-    _robust("centred-clip", "mean of updates clipped around the last aggregate", _NORM),
+    _robust("centred-clip", "mean of updates clipped around the last aggregate"),
     PipelineRow(
         "flower-strategy",
         "aggregate",
@@ -242,6 +249,9 @@ PIPELINE: Final[tuple[PipelineRow, ...]] = (
             "mask": _APP,
             "compress": "a ClientApp's reply is not compressed; drop the compression or the app",
         },
+    ),
+    PipelineRow(
+        "control-variates", "state", "updates carry changes of control variates, as of SCAFFOLD"
     ),
     PipelineRow("buffers", "state", "updates carry float buffers, as of batch normalization"),
 )

@@ -13,11 +13,12 @@ from triplane.unified_ir.federated.core.run import (
     UNWILLING,
     Ended,
     Lease,
+    Members,
     Outcome,
     Round,
     RunState,
 )
-from triplane.unified_ir.federated.core.spoilt import after_loss, most_loss
+from triplane.unified_ir.federated.core.spoilt import after_loss, is_spoilt, most_loss
 
 
 def ended(round_: Round, now_s: float, given_up: str) -> Ended:
@@ -54,6 +55,16 @@ def turn_after(state: RunState, number: int) -> tuple[int, bool]:
     return (number, True) if judged else (number + 1, False)
 
 
+def with_included(state: RunState, counted: Iterable[Lease]) -> RunState:
+    """Return the state whose members know that these updates are in the next shared state."""
+    members = state.members
+    assert isinstance(members, Members)
+    for lease in counted if state.rules >= NEWEST_RULES else ():
+        member = replace(members[lease.device], included_lease=lease.id)
+        members = members.with_(lease.device, member)
+    return replace(state, members=members)
+
+
 def amended(state: RunState, **fields: Any) -> tuple[Ended, ...]:
     """Return the history with fields of its newest record changed."""
     return (*state.history[:-1], replace(state.history[-1], **fields))
@@ -75,6 +86,16 @@ def watched(state: RunState, round_: Round, counted: tuple[Lease, ...], *, short
     return replace(state, watch=after_loss(state.watch, loss))
 
 
+def must_return(state: RunState, round_: Round, *, short: bool) -> bool:
+    """Return whether the state is replaced by the last good one after a watched learning round.
+
+    After the last round no other one could tell, so there a single bad round is enough: what is
+    registered began from a state that devices found good.
+    """
+    is_last = round_.number == state.plan.rounds and not short
+    return bool(state.good) and (is_spoilt(state.watch) or (is_last and state.watch.bad > 0))
+
+
 def _typical_loss(counted: Iterable[Lease]) -> float:
     """Return the lower median over devices, which a minority cannot raise."""
     return lower_median([x.update.loss for x in counted if x.update is not None])
@@ -87,4 +108,5 @@ def why_spoilt(state: RunState, counted: Iterable[Lease], given_up: str) -> str:
         why = f"most devices declined ({given_up})"
     else:
         why = f"the loss over devices is {_typical_loss(counted):.4g}, above {most_loss(watch):.4g}"
-    return f"{why}, in {watch.bad} rounds in a row; returned to the last good state"
+    rounds = f"{watch.bad} rounds in a row" if watch.bad > 1 else "the last round"
+    return f"{why}, in {rounds}; returned to the last good state"

@@ -6,10 +6,10 @@
 Ids are derived from the state, and events carry the time, so the same events give the same state,
 byte for byte. An update counts once: for the device that holds the lease, while its round collects.
 A device that disconnects keeps its lease for `patience_s` and may resume it. A connected device
-that misses a deadline is not drawn for some rounds if the others make the quorum. Where the loss
-over devices shows that the state is spoilt, the run returns to its last good one. `due_s` returns
-when the next `Tick` matters. The effect of a rule on journaled events never changes:
-`RunState.rules` is the version of the rules that a run uses.
+that misses a deadline, or whose contribution is refused, is not drawn for some rounds if the others
+make the quorum. Where the loss over devices shows that the state is spoilt, the run returns to its
+last good one. `due_s` returns when the next `Tick` matters. The effect of a rule on journaled
+events never changes: `RunState.rules` is the version of the rules that a run uses.
 
 The cost of one device's event is logarithmic in the number of devices: a rule that concerns all
 members or leases uses their indexes. Only the beginning and end of a round, and a restart, iterate
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -44,12 +44,15 @@ from triplane.unified_ir.federated.core.lease_changes import (
 from triplane.unified_ir.federated.core.round_end import (
     amended,
     ended,
+    must_return,
     turn_after,
     watched,
     watches,
     why_spoilt,
+    with_included,
 )
 from triplane.unified_ir.federated.core.run import (
+    NEWEST_RULES,
     RULES_WITH_PAUSES,
     RULES_WITH_RESTS,
     UNWILLING,
@@ -83,8 +86,14 @@ from triplane.unified_ir.federated.core.run import (
     Tell,
     Tick,
 )
+from triplane.unified_ir.federated.core.selection import (
+    chosen,
+    lacks_population,
+    learners,
+    note_published,
+    waits_for,
+)
 from triplane.unified_ir.federated.core.sorted_map import SortedMap
-from triplane.unified_ir.federated.core.spoilt import is_spoilt
 
 LEASE_CHARS: Final = 32
 MAX_GIVEN_UP: Final = 10
@@ -92,8 +101,6 @@ MAX_GIVEN_UP: Final = 10
 FIRST_PAUSE_S: Final = 0.5
 """Pause after an abandoned round; it doubles with each further one in a row."""
 MAX_PAUSE_S: Final = 30.0
-MAX_NAMED: Final = 5
-"""Number of absent devices that the reason of a waiting run names."""
 
 Rule = Callable[[RunState, Any], Step]
 
@@ -245,7 +252,12 @@ def _refuse(state: RunState, event: Refused | Declined) -> Step:
     if lease is None:
         return state, ()
     ended = replace(lease, reason=event.reason, bytes_down=event.bytes_down)
-    return masked_round.leave(state, ended, outcome)
+    after, tells = masked_round.leave(state, ended, outcome)
+    if outcome is Outcome.REFUSED and state.rules >= NEWEST_RULES:
+        # Otherwise, devices that send what cannot count would keep rounds below the quorum.
+        member = replace(after.members[lease.device], missed=state.members[lease.device].missed)
+        after = with_member(after, resting(member, state.turn[0]))
+    return after, tells
 
 
 def _tick(state: RunState, event: Tick) -> Step:
@@ -273,8 +285,12 @@ def _reduce(state: RunState, event: Reduced) -> Step:
     if event.number != state.turn[0]:
         return state, ()
     good = state.good if state.watch.bad or not watches(state) else state.shared
+    assert state.round is not None
+    counted = counted_leases(state.round)
     reduced = replace(
-        state, shared=event.shared, attempt=0, fresh_optimizer=False,
+        note_published(with_included(state, counted), counted),
+        shared=event.shared, attempt=0, fresh_optimizer=False,
+        charged=event.charged, clip=event.clip,
         spent=state.spent if event.shared == state.shared else (),
         # No later round could return to it.
         good="" if event.number == state.plan.rounds else good,
@@ -365,6 +381,8 @@ def _open(state: RunState, now_s: float) -> Step:
         why = state.history[-1].given_up if state.history else ""
         reason = f"a round was given up ({why}); the next begins after a pause"
         return _because(state, reason), ()
+    if why := lacks_population(state):
+        return _because(state, why), ()
     # Keys are (rests_until, name): those that rest longer than this round come last.
     able, rested = _able(state, number, evaluates=evaluates)
     waited = now_s >= state.since_s + state.plan.patience_s
@@ -380,22 +398,22 @@ def _open(state: RunState, now_s: float) -> Step:
     if drawn < wanted or not here:
         if evaluates and here:
             return _open(_gather(state, (number + 1, False), now_s), now_s)
-        return _because(state, _waits_for(len(able), state, evaluates=evaluates)), ()
+        return _because(state, waits_for(len(able), state, evaluates=evaluates)), ()
     names = itertools.islice(able, drawn)
-    chosen = sorted(name for _, name in names) if evaluates else _chosen(state, names)
+    asked = sorted(name for _, name in names) if evaluates else chosen(state, names)
     attempt = state.attempt
     identify = partial(
         lease_id, state.run, number, evaluates=evaluates, attempt=attempt, epoch=state.epoch
     )
-    masked = None if evaluates else masked_round.begun(state, chosen, now_s)
+    masked = None if evaluates else masked_round.begun(state, asked, now_s)
     due = masked.step if masked else None
-    leases = tuple(Lease(id=identify(device=x), device=x, due=due) for x in chosen)
+    leases = tuple(Lease(id=identify(device=x), device=x, due=due) for x in asked)
     opened = Round(
         number=number, evaluates=evaluates, attempt=attempt, opened_s=now_s, leases=leases,
         population=sum(m.examples > 0 for m in state.members.values()), masked=masked,
     )  # fmt: skip
     state = replace(state, phase=Phase.COLLECTING, reason="", since_s=now_s, round=opened)
-    return state, tuple(Tell(device) for device in chosen)
+    return state, tuple(Tell(device) for device in asked)
 
 
 def _able(
@@ -405,7 +423,7 @@ def _able(
 
     They are pairs (`RunMember.rests_until`, name), in order.
     """
-    able = members_of(state).indexed("scorers" if evaluates else "learners")
+    able = members_of(state).indexed("scorers") if evaluates else learners(state)
     if evaluates or not state.spent:
         return able, able.count_until(lambda key: key[0] > number)
     left = masked_round.unspent(state, able)
@@ -455,7 +473,7 @@ def _end(state: RunState, why: str, now_s: float) -> Step:
     state = replace(state, history=(*state.history, ended(round_, now_s, why)))
     if watches(state) and not round_.evaluates:
         state = watched(state, round_, counted, short=short)
-        if is_spoilt(state.watch) and state.good:
+        if must_return(state, round_, short=short):
             return _return(state, counted, why, now_s), ()
     if short:
         return _give_up(state, why, now_s), ()
@@ -514,28 +532,6 @@ def _unscored(state: RunState, refusing: list[Lease], now_s: float) -> RunState:
 
 def _gather(state: RunState, turn: tuple[int, bool], now_s: float) -> RunState:
     return replace(state, phase=Phase.GATHERING, since_s=now_s, turn=turn, round=None)
-
-
-def _chosen(state: RunState, able: Iterable[tuple[int, str]]) -> list[str]:
-    """Draw devices fairly, only by seed, round and names; resting devices come last.
-
-    able: pairs (`RunMember.rests_until`, name).
-    """
-    number = state.turn[0]
-
-    def rank(key: tuple[int, str]) -> tuple[int, bytes]:
-        text = f"{state.plan.seed}\n{number}\n{state.attempt}\n{key[1]}"
-        # A hash as random rank: it depends on no generator, and on no other device.
-        return max(0, key[0] - number), hashlib.sha256(text.encode()).digest()
-
-    return sorted(name for _, name in sorted(able, key=rank)[: state.plan.asked])
-
-
-def _waits_for(able: int, state: RunState, *, evaluates: bool) -> str:
-    away = list(itertools.islice(members_of(state).indexed("absent"), MAX_NAMED))
-    wanted = "" if evaluates else f" of {state.plan.asked}"
-    text = f"{able}{wanted} devices are connected"
-    return f"{text}; away: {', '.join(away)}" if away else text
 
 
 def _because(state: RunState, reason: str) -> RunState:

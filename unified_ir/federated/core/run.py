@@ -7,28 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, ClassVar, Final
 
-from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.limits import Norms
 from triplane.unified_ir.federated.core.masked_step import (
-    PHASE_S,
     MaskedProgress,
     MaskedStep,
     StepAnswer,
 )
+from triplane.unified_ir.federated.core.run_plan import ADDED, RunPlan
 from triplane.unified_ir.federated.core.sorted_map import Index, Records, SortedMap
 from triplane.unified_ir.federated.core.spoilt import NO_LOSSES, LossWatch
-
-OMIT_DEFAULT: Final = "omit_default"
-"""Metadata of a field that is only stored with another value than its default.
-
-Such a field can be added without a change of what is stored already, which an earlier release can
-read only without it.
-"""
-ADDED: Final = {OMIT_DEFAULT: True}
+from triplane.unified_ir.federated.privacy.budget import RunBudget
 
 
 class Phase(StrEnum):
@@ -62,49 +54,9 @@ declined."""
 RULES_WITH_PAUSES: Final = 2
 """Rules that asked silent devices again in every round."""
 RULES_WITH_RESTS: Final = 3
-"""Rules that did not look at the loss over devices."""
+"""Rules that did not look at the loss over devices, and did not let refused devices rest."""
 NEWEST_RULES: Final = 4
 """Rules of new runs. The events of a run are always replayed by the rules with which it began."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunPlan:
-    """The plan of a run; see `Cohort` in federation.proto.
-
-    devices: updates that complete a round. asked: leases given for it, at least `devices`.
-    quorum: least number of updates at the deadline; with fewer the round is abandoned.
-    evaluate_every: 0 to evaluate after the last round only. needs_scores: whether an evaluation
-    that every device declines stops the run; it is off with an external strategy, because the apps
-    of the devices' owners often cannot evaluate. returns: how often the run may return from a
-    spoilt state to its last good one; see `spoilt`. least: fewest devices whose masked sum may be
-    unmasked; 0 where updates are in the clear. phase_s: time for each step of a masked round after
-    that of keys, in which devices learn.
-    """
-
-    rounds: int
-    devices: int
-    asked: int
-    quorum: int
-    deadline_s: float
-    patience_s: float
-    evaluate_every: int = 0
-    seed: int = 0
-    needs_scores: bool = True
-    returns: int = field(default=0, metadata=ADDED)
-    least: int = field(default=0, metadata=ADDED)
-    phase_s: float = field(default=PHASE_S, metadata=ADDED)
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.quorum <= self.devices <= self.asked or self.rounds < 1:
-            raise InvalidInput(
-                "a round needs 1 <= quorum <= devices <= asked, and a run 1 round; got quorum "
-                f"{self.quorum}, devices {self.devices}, asked {self.asked}, rounds {self.rounds}"
-            )
-        if not (self.deadline_s > 0 and self.phase_s > 0 and 0 <= self.patience_s < math.inf):
-            raise InvalidInput(
-                f"deadlines must be positive and patience not negative, got {self.deadline_s} s, "
-                f"{self.phase_s} s and {self.patience_s} s"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,10 +83,11 @@ class RunMember:
     """A device that joined the run; it stays a member while it is disconnected, since `away_s`.
 
     dropped: contributions that did not count; `declined` of these were declined by the device
-    itself. why: counts by reason, for the first few reasons. missed: deadlines in a row that passed
-    without an answer; rests_until: number of the first round for which it is drawn like the others
-    again. settled: the answer to the newest contribution; counted_lease: the newest lease that
-    counted, or empty.
+    itself. why: counts by reason, for the first few reasons. missed: rounds in a row without an
+    answer in time, or with a refused one; rests_until: number of the first round for which it is
+    drawn like the others again. settled: the answer to the newest contribution; counted_lease: the
+    newest lease that counted, or empty; included_lease: the newest one that a state includes.
+    used_round, uses: of a run with differential privacy, see `selection`.
     """
 
     device: str
@@ -151,6 +104,9 @@ class RunMember:
     missed: int = 0
     rests_until: int = 0
     counted_lease: str = ""
+    used_round: int = field(default=0, metadata=ADDED)
+    uses: int = field(default=0, metadata=ADDED)
+    included_lease: str = field(default="", metadata=ADDED)
 
 
 def _draws(member: RunMember) -> tuple[int, str] | None:
@@ -162,7 +118,7 @@ class Members(Records[RunMember]):
 
     Indexes: absent has the names of members without an open stream, away their (since when, name);
     learners and scorers have (`rests_until`, name) of the connected members that can learn or
-    score.
+    score; used has (`used_round`, name) of the learners that were used.
     """
 
     __slots__ = ()
@@ -172,6 +128,8 @@ class Members(Records[RunMember]):
         "away":     lambda m: None if m.away_s is None else (m.away_s, m.device),
         "learners": lambda m: _draws(m) if m.examples > 0 else None,
         "scorers":  lambda m: _draws(m) if m.held_out > 0 else None,
+        "used":     lambda m: (m.used_round, m.device) if m.used_round and m.connected
+                    and m.examples > 0 else None,
     }
     # fmt: on
 
@@ -180,8 +138,7 @@ class Members(Records[RunMember]):
 class Update:
     """A contribution whose bytes are on the cloud's disk and valid.
 
-    blob: SHA-256 in hexadecimal. weight: the device's examples. norms: of its parameters and its
-    buffers, where the run bounds them.
+    blob: SHA-256 in hexadecimal. norms: where the run bounds them. is_vector: it is not a file.
     """
 
     blob: str
@@ -190,6 +147,7 @@ class Update:
     loss: float
     seconds: float
     norms: Norms | None = field(default=None, metadata=ADDED)
+    is_vector: bool = field(default=False, metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,8 +290,10 @@ class RunState:
     not_before_s: no round opens earlier. rules: version of the rules that the run began under.
     epoch: of the newest restart; "" before the first. watch: of the loss over devices. good: blob
     of the newest state that it judged good, or empty. fresh_optimizer: whether the next reduction
-    begins without the optimizer's slots, which are of a spoilt state. spent: devices that masked
-    an update for the present shared state, by name; they contribute for no state twice.
+    begins without the optimizer's slots, which are of a spoilt state. charged: rounds charged to
+    the plan's budget. clip: norm of changes in the next round, where it follows the updates. spent:
+    devices that masked an update for the present shared state, by name; they contribute for no
+    state twice.
     """
 
     plan: RunPlan
@@ -355,11 +315,24 @@ class RunState:
     watch: LossWatch = field(default=NO_LOSSES, metadata=ADDED)
     good: str = field(default="", metadata=ADDED)
     fresh_optimizer: bool = field(default=False, metadata=ADDED)
+    charged: int = field(default=0, metadata=ADDED)
+    clip: float = field(default=0.0, metadata=ADDED)
     spent: tuple[str, ...] = field(default=(), metadata=ADDED)
 
     def __post_init__(self) -> None:
         if not isinstance(self.members, Members):
             object.__setattr__(self, "members", Members.from_mapping(self.members))
+
+    @property
+    def budget(self) -> RunBudget | None:
+        """The budget with the rounds charged so far; None without differential privacy."""
+        budget = self.plan.budget
+        return None if budget is None else replace(budget, rounds=self.charged)
+
+    @property
+    def norm(self) -> float:
+        """The norm to which changes of the next round are clipped, if there is a budget."""
+        return self.clip or self.plan.clip
 
 
 # Events. at_s: seconds since 1970, never less than that of the event before.
@@ -493,12 +466,18 @@ class Tick:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduced:
-    """The round's updates became the next shared state. scaled: those above a norm bound."""
+    """The round's updates became the next shared state. scaled: those above a norm bound.
+
+    charged: rounds charged to the budget, this one included; 0 without a budget. clip: the norm of
+    the next round, where it follows the updates.
+    """
 
     at_s: float
     number: int
     shared: str
     scaled: int = field(default=0, metadata=ADDED)
+    charged: int = field(default=0, metadata=ADDED)
+    clip: float = field(default=0.0, metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

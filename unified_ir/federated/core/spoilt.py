@@ -9,7 +9,8 @@ with `first` the loss of the run's first round, and `worst` the highest of the l
 rounds. Not the lowest: rounds ask different devices, so honest losses differ from round to round,
 and one claim of 0 would make the next ten rounds bad. A round that most of its devices decline
 is bad, too: they do where their loss is not finite. After `PATIENCE` bad rounds in a row
-the run returns to its last good state: the one at the start of the newest good round.
+the run returns to its last good state: the one at the start of the newest good round. After the
+run's last round, a single bad one is enough (`round_end.must_return`).
 """
 
 from __future__ import annotations

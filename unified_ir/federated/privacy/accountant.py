@@ -37,6 +37,8 @@ LAWS: Final = (GAUSSIAN, CONCENTRATED)
 ORDERS: Final = tuple(1 + 2.0 ** (k / 16) for k in range(-48, 321))
 """Renyi orders, from 1.125 to about a million, so close that the minimum is missed by 1e-3."""
 MAX_EPSILON: Final = 1e6
+DELTA: Final = 1e-5
+"""Default of the probability with which epsilon does not hold."""
 MIN_MULTIPLIER: Final = 1e-3
 MAX_MULTIPLIER: Final = 1e6
 MAX_USES: Final = 10**9

@@ -65,6 +65,14 @@ class RunBudget:
         """Whether one more round stays within the target."""
         return self.rounds < MAX_ROUNDS and self._after(self.rounds + 1) <= self.epsilon
 
+    def most_rounds(self, limit: int) -> int:
+        """Return how many rounds fit in all, up to `limit`."""
+        low, high = 0, min(limit, MAX_ROUNDS)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._after(middle) <= self.epsilon else (low, middle - 1)
+        return low
+
     def charge(self, round_: int) -> RunBudget:
         """Return the budget with round `round_` (from 1) charged; a repeat changes nothing.
 
@@ -120,10 +128,11 @@ def run_budget(
 
 @dataclass(frozen=True, slots=True)
 class RunCharges:
-    """What one run cost a device, and the last round charged."""
+    """What one run cost a device, the last round charged, and its lease."""
 
     spending: Spending
     round: int
+    lease: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,22 +159,24 @@ class DeviceBudget:
         """Whether the event stays within the budget."""
         return self._total().plus(event).epsilon(self.delta) <= self.epsilon
 
-    def charge(self, run: str, round_: int, event: NoiseEvent) -> DeviceBudget:
-        """Return the budget with the device's use in that round; a repeat changes nothing.
+    def charge(self, run: str, round_: int, event: NoiseEvent, lease: str = "") -> DeviceBudget:
+        """Return the budget with the device's use under a lease; a repeat changes nothing.
 
         event: all that the round costs; where clipping bits are sent as well, of the multiplier
-        that both have together (`AdaptiveNorm.update_multiplier`).
+        that both have together (`AdaptiveNorm.update_multiplier`). lease: of the device in that
+        round; a cloud that gave the round up asks for it again under another one.
 
         Conflict if it does not fit, or if the run's last use was less than the event's separation
         ago: the device declines the round. A device that was charged sends what it sent before, or
-        nothing: a second update to the same round would be free.
+        nothing. Another lease of the same round, or of an earlier one after the cloud was restored
+        from a backup, is charged again: two sums may have been published.
         """
         _check_run(run)
         _check_count("round", round_, 1, MAX_ROUNDS)
         before = self.runs.get(run, RunCharges(Spending(), 0))
-        if round_ <= before.round:
+        if (round_, lease) == (before.round, before.lease):
             return self
-        if before.round and round_ < (rested := before.round + event.separation):
+        if before.round < round_ < (rested := before.round + event.separation) and before.round:
             raise Conflict(
                 f"round {round_} of run {run!r} is too early: this device, used in round "
                 f"{before.round}, rests until round {rested}, because the noise does not cover "
@@ -178,16 +189,17 @@ class DeviceBudget:
                 f"{self.delta:g} over all runs, above this device's {self.epsilon:g}; "
                 f"{self.spent:.6g} is spent"
             )
-        charges = RunCharges(before.spending.plus(event), round_)
+        charges = RunCharges(before.spending.plus(event), round_, lease)
         return replace(self, runs={**self.runs, run: charges})
 
     def to_json(self) -> dict[str, Any]:
-        """Return epsilon, delta and, for each run, what it spent by law and its last round."""
+        """Return epsilon, delta and, by run, what it spent by law, its last round and lease."""
         runs = {
             name: {
                 "gaussian": charges.spending.gaussian,
                 "concentrated": charges.spending.concentrated,
                 "round": charges.round,
+                "lease": charges.lease,
             }
             for name, charges in sorted(self.runs.items())
         }
@@ -210,9 +222,12 @@ class DeviceBudget:
 
 
 def _charges(document: object) -> RunCharges:
-    fields = _fields(document, ("gaussian", "concentrated", "round"))
+    fields = _fields(document, ("gaussian", "concentrated", "round", "lease"))
     spent = Spending(_float(fields, "gaussian"), _float(fields, "concentrated"))
-    return RunCharges(spent, _check_count("round", fields["round"], 1, MAX_ROUNDS))
+    lease = fields["lease"]
+    if not isinstance(lease, str) or len(lease) > MAX_NAME:
+        raise InvalidInput(f"a lease in a budget has at most {MAX_NAME} characters")
+    return RunCharges(spent, _check_count("round", fields["round"], 1, MAX_ROUNDS), lease)
 
 
 def _fields(document: object, names: tuple[str, ...]) -> dict[str, Any]:

@@ -61,6 +61,8 @@ class StudyProgress:
     """The progress of a study: arrays of the cloud and of each device, and the measurements.
 
     watch, good: of the loss over devices, and the state that it judged good last, empty before.
+    used: of a study with differential privacy, the round in which each device was used last, and
+    how often it was.
     """
 
     shared: Mapping[str, Array]
@@ -71,6 +73,7 @@ class StudyProgress:
     scores: tuple[DeviceScore, ...] = ()
     watch: LossWatch = NO_LOSSES
     good: Mapping[str, Array] = field(default_factory=dict)
+    used: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def identity(plan: str, study: Any, seen: Shards, unseen: Shards) -> dict[str, str]:
@@ -82,6 +85,9 @@ def identity(plan: str, study: Any, seen: Shards, unseen: Shards) -> dict[str, s
     options = {k: v for k, v in asdict(study).items() if k not in OPEN}
     if options["engine"] == "onnx":
         del options["engine"]  # earlier releases had no other
+    for added in ("privacy", "masking"):
+        if options[added] is None:
+            del options[added]
     limits = options.pop("robustness")
     if study.robustness != UNLIMITED:  # earlier releases had no limits
         options["limits"] = {**limits, "numbers": study.robustness.all_numbers}
@@ -128,6 +134,7 @@ class Keeper:
             "rounds": [asdict(row) for row in place.rounds],
             "scores": [asdict(row) for row in place.scores],
             "watch": asdict(place.watch),
+            **({"used": place.used} if place.used else {}),
             STUDY: self.study,
         }
         parts = [
@@ -203,6 +210,7 @@ def _place(file: Container, progress: Mapping[str, Any]) -> StudyProgress:
         scores=tuple(DeviceScore(**row) for row in progress["scores"]),
         watch=_watch(progress.get("watch", {})),
         good=arrays["good"],
+        used={name: (last, uses) for name, (last, uses) in progress.get("used", {}).items()},
     )
 
 

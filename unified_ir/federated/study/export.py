@@ -65,6 +65,8 @@ def trial_record(trial: Trial) -> dict[str, Any]:
         "bytes_up": trial.bytes_up,
         "bytes_down": trial.bytes_down,
         "seconds": trial.seconds,
+        **({} if trial.privacy is None else {"privacy": trial.privacy.to_json()}),
+        **({"ended": trial.ended} if trial.ended else {}),
         "rounds": [asdict(row) for row in trial.rounds],
         **{group: [asdict(s) for s in trial.final(seen=seen)] for seen, group in NAMES.items()},
         "start": [asdict(score) for score in trial.start],

@@ -108,6 +108,11 @@ COST_NOTE: Final = (
     "Bytes are those of tensors, of all devices and rounds. Seconds are of "
     "learning and reducing in this process, without scoring."
 )
+PRIVACY_NOTE: Final = (
+    "Epsilon bounds what all published states together tell about one device, against a device "
+    "without samples, for the device that was used most often. Losses and scores are not covered. "
+    "The noise is drawn anew in each study, so another one with the same seed has other numbers."
+)
 LARGE_NOTE: Final = (
     "Not within this page, because larger than {1} MiB: {0}. The options out-csv and out-json "
     "write the scores and everything as files."
@@ -151,9 +156,21 @@ def page(
             COSTS, [_cost_row(done.label(name), replicates) for name, replicates in groups.items()]
         ),
         f"<p>{COST_NOTE}{' Means over seeds.' if several else ''}</p>",
+        _privacy(trials),
         _facts_table(facts or {}),
     ]
     return _document(title, body)
+
+
+def _privacy(trials: Sequence[Trial]) -> str:
+    """Return what the trials spent, and why one has fewer rounds; empty without noise."""
+    texts = {
+        t.algorithm: "; ".join(filter(None, (t.privacy.text, t.ended)))
+        for t in trials
+        if t.privacy is not None
+    }
+    lines = "".join(f"<li>{_e(f'{name}: {text}')}</li>" for name, text in texts.items())
+    return f"<h2>Privacy</h2><ul>{lines}</ul><p>{PRIVACY_NOTE}</p>" if texts else ""
 
 
 def _document(title: str, body: Sequence[str]) -> str:

@@ -17,7 +17,11 @@ from triplane.unified_ir.federated.core.draws import Array, Draws
 from triplane.unified_ir.federated.core.learn import buffers
 from triplane.unified_ir.federated.core.limits import RoundUpdate
 from triplane.unified_ir.federated.core.metric import Metric
+from triplane.unified_ir.federated.core.reduce import reduce as reduce_updates
+from triplane.unified_ir.federated.privacy.settings import DifferentialPrivacy
 from triplane.unified_ir.federated.study.checkpoint import StudyProgress
+from triplane.unified_ir.federated.study.masked_sums import MaskedStudy, masked_sum
+from triplane.unified_ir.federated.study.private_rounds import reduce_privately
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,7 @@ class ServedStudy:
     """What a server knows of a study; see `Study`. devices: number of devices in a round.
 
     population: devices that learn. plan: digest of the devices' plan. roles: of the shared tensors,
-    by name.
+    by name. frozen: those that learning does not move.
     """
 
     algorithm: str
@@ -52,6 +56,9 @@ class ServedStudy:
     metric: Metric
     population: int
     robustness: Robustness
+    privacy: DifferentialPrivacy | None = None
+    masking: MaskedStudy | None = None
+    frozen: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +140,14 @@ class _MeanRounds:
             for x in contributions
         ]
         study, row, number = self._study, self._row, len(at.rounds) + 1
+        if study.masking is not None:
+            return self._reduce_masked(at, contributions, study.masking)
+        if study.privacy is not None:
+            private = reduce_privately(
+                at, [u.open for u in updates], study.privacy, devices=study.devices,
+                frozen=study.frozen, server=row.server, hyper=study.hyper,
+            )  # fmt: skip
+            return Next(private.state, private.slots, private.scaled)
         shares = row.shares(
             study.hyper, contributions[0].change, updates=len(updates), members=study.population
         )
@@ -142,6 +157,26 @@ class _MeanRounds:
             server=row.server, hyper=study.hyper, buffers=self._buffers, shares=shares,
         )  # fmt: skip
         return Next(done.state, done.slots, done.scaled)
+
+    def _reduce_masked(
+        self, at: StudyProgress, contributions: Sequence[Contribution], masking: MaskedStudy
+    ) -> Next:
+        study, row, number = self._study, self._row, len(at.rounds) + 1
+        seed = int(Draws(study.seed, number, "", "rotation").words(1)[0])
+        updates = [(x.examples, self._summed(x.change)) for x in contributions]
+        first = updates[0][1]
+        sums = masked_sum(first, masking, devices=study.devices, seed=seed, privacy=study.privacy)
+        mean = sums.mean(updates)
+        after, slots = reduce_updates(
+            at.shared, at.slots, [(1, lambda: mean)], weighting="equal", server=row.server,
+            hyper=study.hyper, buffers=self._buffers, combine=lambda _: mean,
+        )  # fmt: skip
+        return Next(after, slots)
+
+    def _summed(self, change: Mapping[str, Array]) -> dict[str, Array]:
+        """Return what is summed: with noise, all but frozen tensors."""
+        left = self._study.frozen if self._study.privacy is not None else ()
+        return {name: x for name, x in change.items() if name not in left}
 
     def judge(self, at: StudyProgress) -> None:
         del at

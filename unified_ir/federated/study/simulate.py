@@ -25,7 +25,7 @@ from triplane.proto.suggestions import check_choice
 from triplane.unified_ir.federated.algorithms import Hyper, algorithm, plan_of
 from triplane.unified_ir.federated.algorithms.aggregators import MEAN, Robustness
 from triplane.unified_ir.federated.algorithms.hyper import LR
-from triplane.unified_ir.federated.algorithms.plan import functions_with_state
+from triplane.unified_ir.federated.algorithms.plan import PlanMade, functions_with_state
 from triplane.unified_ir.federated.core import defaults
 from triplane.unified_ir.federated.core import learn as device
 from triplane.unified_ir.federated.core import run as machine
@@ -34,8 +34,18 @@ from triplane.unified_ir.federated.core.draws import Array, Draws
 from triplane.unified_ir.federated.core.episodes import check_ways
 from triplane.unified_ir.federated.core.learn import LOSS, Shard, Work
 from triplane.unified_ir.federated.core.rules import step
+from triplane.unified_ir.federated.core.run_plan import RunPlan
+from triplane.unified_ir.federated.privacy.clipping import clip
+from triplane.unified_ir.federated.privacy.settings import DifferentialPrivacy
+from triplane.unified_ir.federated.study import masked_sums
 from triplane.unified_ir.federated.study.change_spool import ChangeSpool
 from triplane.unified_ir.federated.study.checkpoint import Keeper, StudyProgress, identity
+from triplane.unified_ir.federated.study.private_rounds import (
+    check_rows,
+    norm_of,
+    prepared,
+    with_account,
+)
 from triplane.unified_ir.federated.study.server import (
     Contribution,
     MeanServer,
@@ -84,7 +94,8 @@ class Study:
     ways: classes of an episode, drawn and numbered anew for each; 0: those of the samples.
     evaluate_every: rounds between scorings, 0 to score at the end only. rates: rates of adaptation
     that are tried at the end in addition to the run's own; the best of all counts. engine: what
-    runs and scores devices: "onnx", one after the other, or "xla", many at once.
+    runs and scores devices: "onnx", one after the other, or "xla", many at once. privacy, masking:
+    noise in sums, integers of 8 bits; the same seed then gives other bits each time.
     """
 
     algorithm: str
@@ -104,10 +115,13 @@ class Study:
     run: str = "study"
     engine: str = ENGINE
     robustness: Robustness = field(default_factory=Robustness)
+    privacy: DifferentialPrivacy | None = None
+    masking: masked_sums.MaskedStudy | None = None
 
     def __post_init__(self) -> None:
         row = algorithm(self.algorithm)
         Compressor(self.compression, keep=self.keep)
+        masked_sums.check_masking(self.masking, self.privacy)
         check_choice("engine", self.engine, ENGINES)
         if self.rounds < 1 or self.devices < 0 or self.evaluate_every < 0:
             raise InvalidInput(
@@ -151,24 +165,26 @@ def simulate(
     if not server.follows_limits:
         limits = replace(study.robustness, aggregator=MEAN, numbers={}, returns=0)
         study = replace(study, robustness=limits)
-    if not algorithm(study.algorithm).can_return:
-        study = replace(study, robustness=replace(study.robustness, returns=0))
     if not shards or study.devices > len(shards):
         raise InvalidInput(f"a round asks {study.devices or 1} devices; there are {len(shards)}")
+    asked, study = study.rounds, prepared(study, len(shards))
     study.robustness.check_count(study.devices or len(shards))
     with TemporaryDirectory() as temporary:
         path = Path(temporary) / PLAN
         # Through a file, so that a study runs exactly the plan that a device would receive.
-        digest = plan_of(module, study.algorithm, study.hyper, path).digest
-        plan = Plan.load(path, expected_digest=digest)
-    facts = {**identity(digest, study, shards, others), **server.facts}
+        planned = plan_of(module, study.algorithm, study.hyper, path)
+        plan = Plan.load(path, expected_digest=planned.digest)
+    has_buffers = bool(device.sent_buffers(plan.view(), plan.roles))
+    check_rows(study, len(shards), buffers=has_buffers, strategy=not server.follows_limits)
+    facts = {**identity(planned.digest, study, shards, others), **server.facts}
     keeper = None if folder is None else Keeper(folder, facts)
     simulation = _Simulation(
         plan, _together(module, study, plan), study, shards, others,
         keeper=keeper, on_round=on_round, on_scores=on_scores,
     )  # fmt: skip
-    with server.serving(simulation.served(digest)) as rounds:
-        return simulation.go(rounds, server.title(study.algorithm))
+    with server.serving(simulation.served(planned)) as rounds:
+        trial = simulation.go(rounds, server.title(study.algorithm))
+    return trial if study.privacy is None else with_account(trial, study.privacy, asked)
 
 
 class _Simulation:
@@ -211,11 +227,12 @@ class _Simulation:
                 f"{done} rounds of this study are done; ask for as many or more, got {study.rounds}"
             )
 
-    def served(self, digest: str) -> ServedStudy:
-        """Return what a server knows of this study. digest: the plan's."""
+    def served(self, plan: PlanMade) -> ServedStudy:
+        """Return what a server knows of this study. plan: that of its devices."""
         return value_from(
-            ServedStudy, self.study, devices=self._count(), plan=digest, population=len(self.seen),
+            ServedStudy, self.study, devices=self._count(), plan=plan.digest, frozen=plan.frozen,
             roles={name: self.plan.roles[name] for name in self.place.shared}, metric=self.metric,
+            population=len(self.seen),
         )  # fmt: skip
 
     def go(self, server: RoundServer, title: str) -> Trial:
@@ -255,17 +272,19 @@ class _Simulation:
         study = self.study
         count = self._count()
         # Every device that is asked reports at once, so quorum, deadline and patience never matter.
-        plan = machine.RunPlan(
+        plan = RunPlan(
             rounds=study.rounds, devices=count, asked=count, quorum=1, deadline_s=1.0,
             patience_s=0.0, evaluate_every=study.evaluate_every, seed=study.seed,
             returns=study.robustness.returns,
+            budget=None if study.privacy is None else study.privacy.budget(),
         )  # fmt: skip
-        scorer = self._scorers()[:1]  # the rules only count the rounds
+        scorer, used = self._scorers()[:1], self.place.used  # the rules only count the rounds
         members = {
             name: machine.RunMember(
                 device=name, connected=True,
                 held_out=shard.held_out_samples if name in scorer else 0,
                 examples=shard.examples if name in self.seen else 0,
+                used_round=used.get(name, (0, 0))[0], uses=used.get(name, (0, 0))[1],
             )
             for name, shard in sorted(self.shards.items())
         }  # fmt: skip
@@ -298,21 +317,39 @@ class _Simulation:
         took = time.perf_counter() - started
         ended = state.history[-1]
         down = sum(x.nbytes for x in self.place.shared.values()) * len(leases)
+        budget = state.plan.budget
         row = RoundRow(
-            number, len(leases), ended.loss, ended.bytes_up, down, took, scaled, ended.returned
-        )
+            number, len(leases), ended.loss, ended.bytes_up, down, took, scaled, ended.returned,
+            0.0 if budget is None else replace(budget, rounds=number).spent,
+        )  # fmt: skip
         self.place = replace(self.place, rounds=(*self.place.rounds, row), watch=state.watch)
         self.on_round(row)
         if state.phase is machine.Phase.STOPPED:
             raise InvalidInput(f"in round {number}, {state.reason}")
         if not reduces:
             return replace(state, shared=SHARED)
-        after = step(state, machine.Reduced(at_s=NOW_S, number=number, shared=SHARED))[0]
+        charged = number if budget is not None else 0
+        reduced = machine.Reduced(at_s=NOW_S, number=number, shared=SHARED, charged=charged)
+        after = step(state, reduced)[0]
+        if budget is not None:
+            used = {m.device: (m.used_round, m.uses) for m in after.members.values() if m.uses}
+            self.place = replace(self.place, used=used)
         return replace(after, good=GOOD if self.place.good else "")
 
     def _return(self) -> int:
-        """Take the last good state; no update is reduced."""
-        self.place = replace(self.place, shared=self.place.good, slots={})
+        """Take the last good state; no update is reduced.
+
+        Personal tensors with an anchor are an algorithm's, such as control variates: they begin
+        again, as on devices (`device.memory`).
+        """
+        kept = {n for n in self.fresh if device.ANCHOR + n not in self.plan.roles}
+        personal = {
+            name: self.fresh | {n: x for n, x in own.items() if n in kept}
+            for name, own in self.place.personal.items()
+        }
+        self.place = replace(
+            self.place, shared=self.place.good, slots={}, personal=personal, remainders={}
+        )
         return 0
 
     def _learn_all(
@@ -377,13 +414,19 @@ class _Simulation:
     ) -> tuple[Arrays, machine.Update]:
         """Keep a device's own state, and return its change as the cloud reads it."""
         name, place = lease.device, self.place
+        change: dict[str, Array] = dict(done.change)
+        if self.study.privacy is not None:
+            change = {n: np.array(x) for n, x in change.items()}
+            clip(change, norm_of(place.slots, self.study.privacy))
         rng = Draws(self.study.seed, number, lease.id, "compression")
         # Packed and unpacked again, because the cloud sees only what compression leaves.
-        sent, lost = self.compressor.pack(done.change, place.remainders.get(name, {}), rng)
+        sent, lost = self.compressor.pack(change, place.remainders.get(name, {}), rng)
         personal = {**place.personal, name: own} if self.fresh else {}
         remainders = {**place.remainders, name: lost} if lost else place.remainders
         self.place = replace(place, personal=personal, remainders=remainders)
         size = sum(x.nbytes for x in sent.values())
+        if (masking := self.study.masking) is not None:
+            size = masked_sums.masked_bytes(change, masking, self._count(), self.study.privacy)
         update = machine.Update(
             blob="", size=size, examples=done.examples, loss=done.loss, seconds=0.0
         )

@@ -9,6 +9,7 @@ from typing import Final
 
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.metric import ACCURACY, Metric
+from triplane.unified_ir.federated.privacy.report import PrivacySpent
 from triplane.unified_ir.federated.study.shown import trial_html, trial_text
 
 LEAST_PAIRS: Final = 2
@@ -25,6 +26,7 @@ class RoundRow:
     """One round. bytes_up, bytes_down: tensors of all its devices; loss: weighted by examples.
 
     scaled: updates above a norm bound. returned: why the study returned to an earlier state, or "".
+    epsilon: spent after this round, 0 without differential privacy.
     """
 
     number: int
@@ -35,6 +37,7 @@ class RoundRow:
     seconds: float
     scaled: int = 0
     returned: str = ""
+    epsilon: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +134,8 @@ class Trial:
     algorithm: its name, or that of its server and its own, as in "FedAdam over fedavg".
     sweep: scores at the end by rate of adaptation, if several rates were tried. metric: that of all
     scores. start: scores of the model that the run began with, as of round 0; empty if it cannot be
-    adapted at the run's rate.
+    adapted at the run's rate. privacy: what it spent, of a study with differential privacy; ended:
+    why it has fewer rounds than were asked for, or empty.
     """
 
     algorithm: str
@@ -142,6 +146,8 @@ class Trial:
     metric: Metric = ACCURACY
     seed: int = 0
     start: Sequence[DeviceScore] = ()
+    privacy: PrivacySpent | None = None
+    ended: str = ""
 
     def __repr__(self) -> str:
         return trial_text(self)

@@ -23,7 +23,6 @@ from triplane.unified_ir.federated.core.run import (
     Refused,
     Restarted,
     Resumed,
-    RunPlan,
     RunState,
     Score,
     Scored,
@@ -31,6 +30,7 @@ from triplane.unified_ir.federated.core.run import (
     Tick,
     Update,
 )
+from triplane.unified_ir.federated.core.run_plan import RunPlan
 
 step: Any = rules.step
 open_lease: Any = lease_changes.open_lease

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from tests.federated.core.rules.runs import (
     DEVICES,
+    all_arrive,
     all_decline,
     arrived,
     begun,
@@ -23,6 +24,7 @@ from triplane.unified_ir.federated.core.run import (
     Outcome,
     Phase,
     Reduced,
+    Refused,
     Tell,
     Tick,
 )
@@ -103,6 +105,45 @@ def test_contribution_in_time_gives_a_silent_device_its_place_back():
     assert late == 0
     assert asked_in.count(["ada", "bea", "cem"]) == 10
     assert (state.members["cem"].missed, state.members["cem"].rests_until) == (0, 0)
+
+
+def test_devices_whose_contributions_are_refused_do_not_end_a_run_of_enough_others():
+    names = [f"d{k:02}" for k in range(12)]
+    liars = set(names[:4])
+    state, _ = begun(names, rounds=60, devices=4, asked=4, quorum=3)
+    now = 1.0
+    while state.phase in {Phase.COLLECTING, Phase.GATHERING} and not state.turn[1]:
+        number = state.turn[0]
+        for lease in state.round.leases if state.round else ():
+            if lease.device in liars:
+                step_of = Refused(
+                    at_s=now, device=lease.device, lease=lease.id, kind="nonfinite", reason="NaN"
+                )
+            else:
+                step_of = arrived(state, lease.device, now)
+            state, _ = step(state, step_of)
+        if state.phase is Phase.REDUCING:
+            state, _ = step(state, Reduced(at_s=now, number=number, shared=f"s{number}"))
+        now += 31.0
+        state, _ = step(state, Tick(at_s=now))
+    assert state.turn == (60, True), state.reason
+    asked = sum(x.asked for x in state.history)
+    assert sum(x.refused for x in state.history) < asked / 10
+    assert {state.members[name].missed for name in liars} != {0}
+
+
+def test_members_know_which_of_their_updates_is_in_a_shared_state():
+    state, _ = begun()
+    first = {x.device: x.id for x in state.round.leases}
+    state, _ = all_arrive(state)
+    assert {m.included_lease for m in state.members.values()} == {""}, "it may yet be abandoned"
+    state, _ = step(state, Reduced(at_s=1.0, number=1, shared="s1"))
+    assert {m.device: m.included_lease for m in state.members.values()} == first
+    state, _ = step(state, arrived(state, "ada", 2.0))
+    state, _ = step(state, Tick(at_s=62.0))
+    assert state.attempt == 1
+    assert state.members["ada"].counted_lease != first["ada"]
+    assert state.members["ada"].included_lease == first["ada"]
 
 
 def test_device_that_declines_was_not_silent():

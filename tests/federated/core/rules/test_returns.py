@@ -174,6 +174,23 @@ def test_the_last_round_may_return_and_is_then_evaluated():
     assert state.shared == "s0"
 
 
+@pytest.mark.parametrize("bad", range(1, PATIENCE))
+def test_a_state_that_fewer_rounds_found_bad_is_not_registered(bad):
+    """No round follows that could find it bad once more."""
+    state = after([2.0, 1.5, *BAD[:bad]], rounds=2 + bad)
+    # s2 was found bad, and it began from s1, which round 2 found good.
+    assert (state.shared, state.turn, state.phase) == ("s1", (2 + bad, True), Phase.COLLECTING)
+    assert [bool(x.returned) for x in state.history] == [False] * (1 + bad) + [True]
+    rounds = "the last round" if bad == 1 else f"{bad} rounds in a row"
+    assert f"above 6, in {rounds}; returned" in state.history[-1].returned
+
+
+def test_last_round_that_is_given_up_is_repeated_and_returns_nothing_by_itself():
+    state = after([2.0, 1.5, BAD[0]], rounds=4)
+    state, _ = step(state, Tick(at_s=100.0))
+    assert (state.turn, state.attempt, state.shared) == ((4, False), 1, "s3")
+
+
 def test_a_state_that_is_not_needed_any_more_is_not_kept():
     assert after([2.0, 1.0], rounds=2).good == ""
 

@@ -1,0 +1,123 @@
+"""Runs with a budget: who may be asked again, how often, and what is charged."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.federated.core.rules.runs import arrived, begun, open_lease, plan, step
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.core.rules import due_s
+from triplane.unified_ir.federated.core.run import (
+    Declined,
+    Joined,
+    Phase,
+    Reduced,
+    Tick,
+)
+from triplane.unified_ir.federated.privacy.budget import RunBudget, run_budget
+
+
+def private(rounds=6, *, separation=2, most_uses=1000, devices=2):
+    budget = run_budget(4.0, 1e-5, rounds, separation=separation, most_uses=most_uses)
+    return plan(rounds=rounds, devices=devices, asked=devices, quorum=1, budget=budget, clip=1.0)
+
+
+def reduced(state, at_s, clip=0.0):
+    number = state.turn[0]
+    return step(state, Reduced(at_s=at_s, number=number, shared=f"s{number}", charged=number,
+                               clip=clip))[0]  # fmt: skip
+
+
+def names(count):
+    return [f"d{i}" for i in range(count)]
+
+
+@pytest.mark.long
+@given(st.data(), st.integers(1, 4), st.integers(1, 3))
+def test_no_device_is_used_too_early_or_too_often(data, separation, most_uses):
+    """Whatever devices do: sums that are published never break what the account assumes."""
+    asked = private(8, separation=separation, most_uses=most_uses)
+    state, _ = begun(names(2 * separation + 2), **{f: getattr(asked, f) for f in
+                     ("rounds", "devices", "asked", "quorum", "budget", "clip")})  # fmt: skip
+    published: dict[str, list[int]] = {}
+    now_s = 0.0
+    for _ in range(60):
+        now_s += 1.0
+        if state.phase is Phase.REDUCING:
+            for lease in state.round.leases:
+                if lease.update is not None:
+                    published.setdefault(lease.device, []).append(state.round.number)
+            state = reduced(state, now_s)
+        elif state.phase is Phase.COLLECTING and not state.round.evaluates:
+            lease = data.draw(st.sampled_from([x for x in state.round.leases
+                                               if open_lease(state, x.device)]))  # fmt: skip
+            if data.draw(st.booleans()):
+                state, _ = step(state, arrived(state, lease.device, now_s))
+            else:
+                event = Declined(at_s=now_s, device=lease.device, lease=lease.id, reason="no")
+                state, _ = step(state, event)
+        else:
+            later_s = due_s(state)
+            if later_s is None:
+                break
+            now_s = max(now_s, later_s)
+            state, _ = step(state, Tick(at_s=now_s))
+    for rounds in published.values():
+        assert all(b - a >= separation for a, b in itertools.pairwise(rounds))
+        assert len(rounds) <= most_uses
+    assert state.charged == len({r for rounds in published.values() for r in rounds})
+    assert state.budget == replace(asked.budget, rounds=state.charged)
+    assert state.budget.spent <= 4.0
+
+
+def test_the_first_round_waits_for_the_population_and_says_so():
+    asked = private(separation=3)
+    fields = {f: getattr(asked, f) for f in ("devices", "asked", "quorum", "rounds", "budget")}
+    state, _ = begun(names(5), **fields)
+    state, _ = step(state, Tick(at_s=100.0))
+    assert state.phase is Phase.GATHERING
+    assert "2 devices a round that rest until 3 rounds later need 6 devices, 5 have joined" in (
+        state.reason
+    )
+    state, _ = step(state, Joined(at_s=101.0, device="late", examples=4))
+    assert state.phase is Phase.COLLECTING
+
+
+def test_devices_that_rest_are_named_while_a_round_waits_for_them():
+    asked = private(separation=2)
+    fields = {f: getattr(asked, f) for f in ("devices", "asked", "quorum", "rounds", "budget")}
+    state, _ = begun(names(4), **fields)
+    first = [x.device for x in state.round.leases]
+    for device in first:
+        state, _ = step(state, arrived(state, device))
+    state = reduced(state, 2.0)
+    assert not {x.device for x in state.round.leases} & set(first)
+    third = [x.device for x in state.round.leases]
+    for device in third:
+        lease = open_lease(state, device).id
+        state, _ = step(state, Declined(at_s=3.0, device=device, lease=lease, reason="no"))
+    assert state.phase is Phase.GATHERING, "given up"
+    state, _ = step(state, Tick(at_s=50.0))
+    assert not {x.device for x in state.round.leases} & set(first), "round 2 again, of the others"
+
+
+def test_a_plan_has_no_more_rounds_than_its_budget_allows():
+    budget = RunBudget(1.0, 1e-5, 5.0)
+    most = budget.most_rounds(100)
+    assert 0 < most < 100
+    plan(rounds=most, budget=budget)
+    with pytest.raises(InvalidInput, match="do not fit into the budget"):
+        plan(rounds=most + 1, budget=budget)
+
+
+def test_the_norm_of_a_round_is_that_of_the_one_before():
+    asked = private(separation=1)
+    fields = {f: getattr(asked, f) for f in ("devices", "asked", "quorum", "rounds", "budget")}
+    state, _ = begun(names(2), clip=3.0, **fields)
+    assert state.norm == 3.0
+    for device in names(2):
+        state, _ = step(state, arrived(state, device))
+    assert reduced(state, 2.0, clip=2.5).norm == 2.5

@@ -1,0 +1,108 @@
+"""Masked studies: the integers' mean against the plain one, their noise, and their bytes."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tests.federated.study import given
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.algorithms.aggregators import Robustness
+from triplane.unified_ir.federated.privacy.settings import DifferentialPrivacy
+from triplane.unified_ir.federated.study import simulate
+from triplane.unified_ir.federated.study.masked_sums import MaskedStudy, masked_sum
+
+MASKING = MaskedStudy(norm=2.0, cap=64)
+OWN = DifferentialPrivacy(epsilon=20.0, clip=0.5, placement="distributed")
+
+
+def changes(count, entries=700, norm=1.0):
+    rng = np.random.default_rng(5)
+    drawn = rng.normal(size=(count, entries))
+    drawn *= norm / np.linalg.norm(drawn, axis=1, keepdims=True)
+    return [{"b": x[:200].astype(np.float32), "a": x[200:].reshape(50, 10).astype(np.float32)}
+            for x in drawn]  # fmt: skip
+
+
+def flat(change):
+    return np.concatenate([np.asarray(change[n], np.float64).ravel() for n in ("a", "b")])
+
+
+def test_the_mean_of_integers_is_the_weighted_mean_within_the_bound_of_the_encoding():
+    updates = list(zip((10, 64, 200), changes(3), strict=True))
+    sums = masked_sum(updates[0][1], MASKING, devices=3, seed=1, privacy=None)
+    weights = np.array([10, 64, 64])
+    expected = sum(w * flat(c) for w, (_, c) in zip(weights, updates, strict=True)) / weights.sum()
+    section = sums.encoding.sections[0]
+    bound = section.error_bound(3) * 64 / weights.sum()
+    assert np.linalg.norm(flat(sums.mean(updates)) - expected) < bound
+    assert sums.bytes_up < 0.4 * 4 * section.padded
+
+
+def test_updates_above_the_norm_are_clipped():
+    updates = [(1, c) for c in changes(3, norm=50.0)]
+    sums = masked_sum(updates[0][1], replace(MASKING, cap=1), devices=3, seed=1, privacy=None)
+    expected = sum(flat(c) * 2 / 50 for _, c in updates) / 3
+    error = np.linalg.norm(flat(sums.mean(updates)) - expected)
+    assert error < sums.encoding.sections[0].error_bound(3) / 3
+
+
+def test_the_noise_of_the_sum_is_at_least_what_the_fewest_honest_devices_need():
+    """Measured on sums of zeros: all devices add noise, the account counts on the honest ones."""
+    privacy = replace(OWN, clip=2.0).resolved(4)
+    zeros = [(1, {n: np.zeros_like(x) for n, x in changes(1)[0].items()})] * 9
+    masking = replace(MASKING, cap=1)
+    sums = masked_sum(zeros[0][1], masking, devices=9, seed=1, privacy=privacy)
+    assert sums.noise is not None
+    assert sums.noise.noise_multiplier >= privacy.multiplier
+    assert sums.noise.honest == MASKING.honest(9) == 4
+    measured = float(np.std(9 * flat(sums.mean(zeros))))
+    assert measured > privacy.multiplier * 2.0
+    step = sums.encoding.sections[0].step
+    expected = step * np.sqrt(9 * (sums.noise.variance + 0.25))
+    assert measured == pytest.approx(expected, rel=0.15)
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "reptile"])
+def test_a_masked_study_ends_near_the_plain_one(algorithm):
+    limits = Robustness(norm_bound="2.0", returns=0)
+    made = given.study(algorithm, robustness=limits)
+    plain = simulate(given.module(), given.shards(), made)
+    masked = simulate(given.module(), given.shards(), replace(made, masking=MASKING))
+    for name, x in plain.state.items():
+        assert np.allclose(masked.state[name], x, atol=0.15), name
+    assert masked.bytes_up != plain.bytes_up
+
+
+def test_a_study_with_noise_of_devices_is_accounted():
+    trial = simulate(given.module(), given.shards(6), given.study(privacy=OWN, masking=MASKING))
+    spent = given.there(trial.privacy)
+    assert (spent.law, spent.noise) == ("concentrated", "distributed")
+    assert spent.epsilon == pytest.approx(20.0, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"privacy": OWN}, "'noise-distributed' does not compose with updates in the clear"),
+        ({"masking": MASKING, "compression": "int8"}, "does not compose with 'mask'"),
+        ({"masking": MASKING, "privacy": replace(OWN, separation=2, correlated=True)},
+         "does not compose with 'noise-"),
+        ({"masking": replace(MASKING, least=9)}, "got least cohort 9 and 3 devices"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_with_masking_is_refused(options, words):
+    with pytest.raises(InvalidInput, match=words):
+        simulate(given.module(), given.shards(6), given.study(devices=3, **options))
+
+
+@pytest.mark.parametrize(
+    ("privacy", "words"),
+    [
+        (DifferentialPrivacy(epsilon=5.0), "cloud does not add noise to sums under masking"),
+        (replace(OWN, quantile=0.5), "leave the clipping quantile out"),
+    ],
+)
+def test_noise_that_is_not_added_under_masking_is_refused(privacy, words):
+    with pytest.raises(InvalidInput, match=words):
+        given.study(privacy=privacy, masking=MASKING)

@@ -1,0 +1,102 @@
+"""Which devices a round may ask, and why it waits.
+
+In a run with differential privacy a device whose update counted in round r, also if that round was
+given up, is not asked again before round r + `separation`; it may be asked for r itself again,
+which still publishes one sum. Once it took part in `most_uses` rounds, it is never asked again. The
+first round waits until as many devices are known as rounds of different devices need.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, Final
+
+from triplane.unified_ir.federated.core.lease_changes import members_of
+from triplane.unified_ir.federated.core.run import Lease, RunState
+from triplane.unified_ir.federated.core.sorted_map import SortedMap
+
+MAX_NAMED: Final = 5
+"""Number of absent devices that the reason of a waiting run names."""
+NEVER: Final = (1 << 31) - 1
+"""`RunMember.used_round` of a device that was used as often as it may be."""
+
+
+def learners(state: RunState) -> SortedMap[Any, str]:
+    """Return the connected devices that may learn in the present round, by (rests_until, name)."""
+    members = members_of(state)
+    able = members.indexed("learners")
+    for name in _barred(state):
+        able = able.without((members[name].rests_until, name))
+    return able
+
+
+def chosen(state: RunState, able: Iterable[tuple[int, str]]) -> list[str]:
+    """Draw devices fairly, only by seed, round and names; resting devices come last.
+
+    able: pairs (`RunMember.rests_until`, name).
+    """
+    number = state.turn[0]
+
+    def rank(key: tuple[int, str]) -> tuple[int, bytes]:
+        text = f"{state.plan.seed}\n{number}\n{state.attempt}\n{key[1]}"
+        # A hash as random rank: it depends on no generator, and on no other device.
+        return max(0, key[0] - number), hashlib.sha256(text.encode()).digest()
+
+    return sorted(name for _, name in sorted(able, key=rank)[: state.plan.asked])
+
+
+def waits_for(able: int, state: RunState, *, evaluates: bool) -> str:
+    """Return why a round does not open yet. able: connected devices that may be asked."""
+    away = list(itertools.islice(members_of(state).indexed("absent"), MAX_NAMED))
+    wanted = "" if evaluates else f" of {state.plan.asked}"
+    text = f"{able}{wanted} devices are connected"
+    barred = 0 if evaluates else len(_barred(state))
+    if barred and (budget := state.plan.budget) is not None:
+        text += (
+            f"; {barred} more may not be asked, because uses of a device are {budget.separation} "
+            f"rounds apart, and at most {budget.most_uses}"
+        )
+    return f"{text}; away: {', '.join(away)}" if away else text
+
+
+def lacks_population(state: RunState) -> str:
+    """Return why the first round of a run with a separation waits for devices, or empty."""
+    budget = state.plan.budget
+    if budget is None or budget.separation == 1 or state.turn != (1, False):
+        return ""
+    needed = state.plan.asked * budget.separation
+    known = sum(member.examples > 0 for member in state.members.values())
+    if known >= needed:
+        return ""
+    return (
+        f"{state.plan.asked} devices a round that rest until {budget.separation} rounds later need "
+        f"{needed} devices, {known} have joined; wait for more, or begin a run with fewer devices "
+        "a round or a shorter separation"
+    )
+
+
+def note_published(state: RunState, leases: Iterable[Lease]) -> RunState:
+    """Return the state after the sum of these leases was published."""
+    budget, members = state.plan.budget, members_of(state)
+    if budget is None:
+        return state
+    for lease in leases:
+        member = members[lease.device]
+        uses = member.uses + 1
+        last = NEVER if uses >= budget.most_uses else member.used_round
+        members = members.with_(lease.device, replace(member, uses=uses, used_round=last))
+    return replace(state, members=members)
+
+
+def _barred(state: RunState) -> list[str]:
+    """Return the learners that were used too recently or too often for the present round."""
+    budget, number = state.plan.budget, state.turn[0]
+    if budget is None:
+        return []
+    used = members_of(state).indexed("used")
+    early = used.count_until(lambda key: key[0] > number - budget.separation)
+    later = itertools.islice(used, early, None)
+    return [name for round_, name in later if round_ != number]

@@ -1,0 +1,200 @@
+"""What masking does to the numbers of a study: integers, their sum modulo 2^b, and the mean of it.
+
+Nothing is encrypted here, since all devices are in this process. Updates are clipped to a norm,
+encoded as a masked round encodes them (`masking.encoding`), with the noise of each device if it
+adds some, and decoded from their sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.core.draws import Array
+from triplane.unified_ir.federated.masking.encoding import (
+    EncodedSection,
+    UpdateEncoding,
+    range_for,
+)
+from triplane.unified_ir.federated.masking.parameters import MaskingParameters, choose_parameters
+from triplane.unified_ir.federated.privacy.clipping import clip
+from triplane.unified_ir.federated.privacy.distributed import (
+    DistributedNoise,
+    distributed_noise,
+    rounded_norm,
+)
+from triplane.unified_ir.federated.privacy.settings import DISTRIBUTED, DifferentialPrivacy
+
+if TYPE_CHECKING:
+    from triplane.unified_ir.federated.masking.integers import Vector
+
+LOST_SHARE: Final = 0.1
+COLLUDING_SHARE: Final = 0.1
+FAILURE: Final = 1e-6
+LEAST: Final = 3
+TRIES: Final = 64
+"""Roundings of one update at most; one in e^(1/2) or more meets the bound."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskedStudy:
+    """The masking of a study. least: fewest devices whose sum may be unmasked, 0 for the default.
+
+    norm: to which updates are clipped, and by which their integers are scaled. cap: examples that
+    count at most. failure: of the bounds on a device's neighbours.
+    """
+
+    norm: float
+    cap: int = 1
+    least: int = 0
+    lost_share: float = LOST_SHARE
+    colluding_share: float = COLLUDING_SHARE
+    failure: float = FAILURE
+
+    def parameters(self, devices: int) -> MaskingParameters:
+        """Return what a cohort of `devices` uses. InvalidInput: it cannot be masked."""
+        return choose_parameters(
+            devices,
+            least=self.least or max(LEAST, devices // 2 + 1),
+            lost_share=self.lost_share,
+            colluding_share=self.colluding_share,
+            failure=self.failure,
+        )
+
+    def text(self, devices: int) -> str:
+        """Describe it for people, a few lines."""
+        return (
+            f"{self.parameters(devices).text()}\nthis study computes the integers and their sum; "
+            "it encrypts nothing, and no device is lost"
+        )
+
+    def honest(self, devices: int) -> int:
+        """Return the fewest honest devices in a sum that is revealed."""
+        chosen = self.parameters(devices)
+        return chosen.least - chosen.colluding
+
+
+def masked_cohort(masking: MaskedStudy | None, devices: int) -> tuple[int, int] | None:
+    """Return the least cohort and its honest devices, or None; see `check_composition`."""
+    return None if masking is None else (masking.parameters(devices).least, masking.honest(devices))
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedSum:
+    """The encoding of one round, and the noise of each of its devices if they add some."""
+
+    names: tuple[str, ...]
+    encoding: UpdateEncoding
+    norm: float
+    devices: int
+    noise: DistributedNoise | None
+
+    def mean(self, updates: Sequence[tuple[int, Mapping[str, Array]]]) -> dict[str, Array]:
+        """Return the weighted mean of (examples, change), float64."""
+        sums: list[Vector] = [np.zeros(f.entries, np.uint64) for f in self.encoding.fields]
+        for examples, change in updates:
+            for total, vector in zip(sums, self._integers(change, examples), strict=True):
+                total += vector.astype(np.int64).view(np.uint64)
+        for total, field in zip(sums, self.encoding.fields, strict=True):
+            total &= np.uint64((1 << field.width(self.devices)) - 1)
+        (flat,), _ = self.encoding.decode(sums, len(updates), cohort=self.devices)
+        shapes = {n: updates[0][1][n].shape for n in self.names}
+        parts = np.split(flat, np.cumsum([math.prod(s) for s in shapes.values()])[:-1])
+        pairs = zip(shapes.items(), parts, strict=True)
+        return {n: part.reshape(s).astype(np.float64) for (n, s), part in pairs}
+
+    @property
+    def bytes_up(self) -> int:
+        """Bytes of one masked update."""
+        bits = sum(f.entries * f.width(self.devices) for f in self.encoding.fields)
+        return -(-bits // 8)
+
+    def _integers(self, change: Mapping[str, Array], examples: int) -> Sequence[Vector]:
+        copies = {n: np.array(x) for n, x in change.items()}
+        clip(copies, self.norm)
+        flat = np.concatenate([copies[n].reshape(-1) for n in self.names]).astype(np.float32)
+        if self.noise is None:
+            return self.encoding.encode([flat], examples)
+        for _ in range(TRIES):
+            levels, weight = self.encoding.encode([flat], examples)
+            # From the level of zeros, which is not whole: half a step is in the bound.
+            distance = levels.astype(np.float64) - _middle(self.encoding.sections[0])
+            if np.linalg.norm(distance) <= self.noise.norm:
+                return levels.astype(np.int64) + self.noise.draw(), weight
+        raise InvalidInput("an update was rounded 64 times above its bound; is its norm right?")
+
+
+def with_equal_weights(masking: MaskedStudy | None) -> MaskedStudy | None:
+    """Return the masking of devices that all count as one example."""
+    return None if masking is None else replace(masking, cap=1)
+
+
+def check_masking(masking: MaskedStudy | None, privacy: DifferentialPrivacy | None) -> None:
+    """Raise InvalidInput unless this noise is added under masking, or there is only one of both."""
+    if masking is None or privacy is None:
+        return
+    if privacy.placement != DISTRIBUTED:
+        raise InvalidInput(
+            "the cloud does not add noise to sums under masking: it cannot clip what it does not "
+            "see, and masked integers are longer than what was clipped; let devices add it (noise "
+            "distributed), or leave masking out"
+        )
+    if privacy.quantile:
+        raise InvalidInput(
+            "the norm of masked updates is fixed, because the range of their integers follows from "
+            "it; leave the clipping quantile out"
+        )
+
+
+def masked_bytes(
+    change: Mapping[str, Array],
+    masking: MaskedStudy,
+    devices: int,
+    privacy: DifferentialPrivacy | None,
+) -> int:
+    """Return the bytes of a masked update of this form."""
+    return masked_sum(change, masking, devices=devices, seed=0, privacy=privacy).bytes_up
+
+
+def masked_sum(
+    change: Mapping[str, Array],
+    masking: MaskedStudy,
+    *,
+    devices: int,
+    seed: int,
+    privacy: DifferentialPrivacy | None,
+) -> MaskedSum:
+    """Return how a round's updates of this form are summed. seed: of the public rotation."""
+    names = tuple(sorted(change))
+    entries = sum(change[n].size for n in names)
+    section = EncodedSection(entries, range_for(masking.norm, entries))
+    noise = None
+    if privacy is not None and privacy.placement == DISTRIBUTED:
+        noise = _noise(section, masking, devices, privacy)
+        largest = (1 << section.bits) - 1
+        without = section.field.width(devices)
+        extra = max(0, noise.sum_bits(devices, largest) - without)
+        section = EncodedSection(entries, section.range, section.bits, extra)
+    encoding = UpdateEncoding((section,), masking.cap, seed)
+    return MaskedSum(names, encoding, masking.norm, devices, noise)
+
+
+def _noise(
+    section: EncodedSection, masking: MaskedStudy, devices: int, privacy: DifferentialPrivacy
+) -> DistributedNoise:
+    # Clipping to the range and the rotation do not lengthen an update.
+    scaled = masking.norm / section.step + math.sqrt(section.padded) / 2
+    norm = rounded_norm(scaled, section.padded)
+    return distributed_noise(
+        privacy.multiplier, norm=norm, entries=section.padded, honest=masking.honest(devices)
+    )
+
+
+def _middle(section: EncodedSection) -> int:
+    """Return a whole level next to that of zeros, the same for all devices."""
+    return ((1 << section.bits) - 1) // 2
