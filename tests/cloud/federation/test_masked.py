@@ -217,6 +217,7 @@ def test_a_round_that_fails_after_inputs_stops_a_run_that_has_no_other_devices(t
     assert run.phase == pb.Run.STOPPED
     assert "Add devices and resume the run" in run.reason
     assert "2 survivors must sign the list" in run.rounds[0].given_up
+    assert "no answer to the step signatures from ann, bob" in run.rounds[0].given_up
     assert all(len(d.ledger.load().entries) == 1 for d in devices)
 
 
