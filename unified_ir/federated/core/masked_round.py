@@ -34,6 +34,7 @@ from triplane.unified_ir.federated.core.lease_changes import (
 from triplane.unified_ir.federated.core.limits import EXAMPLES_FACTOR, lower_median
 from triplane.unified_ir.federated.core.masked_step import MaskedProgress, MaskedStep, StepAnswer
 from triplane.unified_ir.federated.core.run import (
+    UNWILLING,
     Effects,
     Exchange,
     Exchanged,
@@ -153,7 +154,9 @@ def complete(
         tells += more
     needed = max(state.plan.quorum, state.plan.least)
     if masked.step is MaskedStep.KEYS and answered < needed:
-        return state, tells, f"{answered} devices of {needed} needed advertised keys"
+        refusing = next((x for x in round_.leases if x.outcome in UNWILLING), None)
+        because = f"; {refusing.device} did not: {refusing.reason}" if refusing else ""
+        return state, tells, f"{answered} devices of {needed} needed advertised keys{because}"
     state = _with_step(state, replace(masked, exchanging=True))
     return state, (*tells, *pending(state)), ""
 

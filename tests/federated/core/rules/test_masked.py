@@ -135,6 +135,18 @@ def test_too_few_keys_at_the_deadline_give_the_round_up_and_spend_nobody():
     assert state.members[DEVICES[3]].rests_until > 1
 
 
+def test_too_few_keys_name_a_device_that_declined_and_the_others_do_not_learn_it():
+    state = begun()
+    lease = open_lease(state, DEVICES[1]).id
+    state, _ = step(state, Declined(at_s=1.0, device=DEVICES[1], lease=lease, reason="too hot"))
+    state, _ = answered(state, [DEVICES[0], *DEVICES[2:4]])
+    assert state.history[-1].given_up == (
+        "3 devices of 4 needed advertised keys; bea did not: too hot"
+    )
+    reasons = {name: state.members[name].settled.reason for name in DEVICES[:4]}
+    assert reasons == dict.fromkeys(DEVICES[:4], "the round was given up") | {"bea": "too hot"}
+
+
 @pytest.mark.parametrize("what", [SHARES, INPUTS, SIGNATURES, REVEALS])
 def test_a_device_that_is_silent_in_a_step_counts_if_its_input_came(what):
     names = DEVICES[:4]
