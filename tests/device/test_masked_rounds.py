@@ -547,6 +547,18 @@ def test_a_device_learns_for_another_run_only_between_the_steps_in_which_others_
     assert within(story()) == [lease(1), lease(1)]
 
 
+def test_a_device_that_revealed_its_shares_learns_for_other_runs_at_once(tmp_path):
+    async def story():
+        async with play(tmp_path) as made:
+            asks = await made.reach("unmask")
+            await made.answered(asks)
+            other = made.stage.task(9, **made.files, run=f"{9:016x}", inline_bytes=65536)
+            made.stage.tell(made.task(asks, 1), other)
+            return await made.stage.contribution(lease(9))
+
+    assert within(story()).WhichOneof("outcome") == "update"
+
+
 def test_a_damaged_ledger_stops_masked_rounds_and_no_others(tmp_path):
     async def story():
         async with play(tmp_path) as made:
