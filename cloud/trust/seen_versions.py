@@ -6,9 +6,12 @@ show a signer an older list, and the next signature would carry on what had been
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -58,6 +61,21 @@ class SeenVersions:
 
     def note(self, versions: Mapping[str, int]) -> None:
         """Store the versions that are newer than those known. Unavailable: it cannot be written."""
+        with self._alone():
+            self._note(versions)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold the folder: two signers at the same time would lose what the other one noted."""
+        folder = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(folder, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(folder)
+
+    def _note(self, versions: Mapping[str, int]) -> None:
         everything = self._read()
         known = everything.get(self._cloud, {})
         newer = {
@@ -83,7 +101,7 @@ class SeenVersions:
                 known: Any = json.loads(file.read(MAX_SEEN_BYTES))
         except FileNotFoundError:
             return {}
-        except (ValueError, RecursionError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise self._damaged() from error
         if not isinstance(known, dict) or not all(map(_is_versions, known.values())):
             raise self._damaged()

@@ -1,6 +1,8 @@
 """A signature is never put on top of an older list than the folder of keys has seen."""
 
+import contextlib
 import json
+import threading
 
 import pytest
 from tests.attacks.trust_stage import bundle_entry, stage
@@ -8,7 +10,7 @@ from tests.attacks.trust_stage import bundle_entry, stage
 from triplane.cloud.trust.keys import KeyFolder
 from triplane.cloud.trust.repository import MetadataRepository
 from triplane.cloud.trust.rotating import rotate
-from triplane.cloud.trust.seen_versions import SEEN_FILE
+from triplane.cloud.trust.seen_versions import SEEN_FILE, SeenVersions
 from triplane.cloud.trust.signing import Signer, renew, replace_keys
 from triplane.proto.errors import Corrupt, Unavailable
 
@@ -119,6 +121,26 @@ def test_one_folder_serves_several_clouds(cloud, tmp_path):
     ).submitted.published
 
 
+def test_two_signers_at_the_same_time_lose_nothing_of_each_other(tmp_path, monkeypatch):
+    """One folder with the keys of two clouds; both have read the file before either writes it."""
+    read, both = SeenVersions._read, threading.Barrier(2)
+    signers = [SeenVersions(tmp_path, root) for root in (b"one", b"other")]
+
+    def slow(signer):
+        known = read(signer)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.2)
+        return known
+
+    monkeypatch.setattr(SeenVersions, "_read", slow)
+    threads = [threading.Thread(target=s.note, args=({"root": 2},)) for s in signers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(json.loads((tmp_path / SEEN_FILE).read_bytes())) == 2
+
+
 def test_a_folder_that_cannot_be_written_signs_nothing(cloud, monkeypatch):
     def fail(*_):
         raise PermissionError(13, "Permission denied")
@@ -135,5 +157,11 @@ def test_a_folder_that_cannot_be_written_signs_nothing(cloud, monkeypatch):
 )
 def test_a_damaged_file_is_named(cloud, data):
     (cloud.offline / SEEN_FILE).write_bytes(data)
+    with pytest.raises(Corrupt, match=r"seen\.json cannot be read; take it from the second copy"):
+        renew(cloud.repository, "release", cloud.offline, now_s=cloud.clock())
+
+
+def test_a_file_that_cannot_be_opened_is_named(cloud):
+    (cloud.offline / SEEN_FILE).mkdir()
     with pytest.raises(Corrupt, match=r"seen\.json cannot be read; take it from the second copy"):
         renew(cloud.repository, "release", cloud.offline, now_s=cloud.clock())
