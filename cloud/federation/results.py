@@ -238,8 +238,8 @@ class Results:
             updates = self._round_updates(record, order, like)
         if before.budget is not None:
             return reduce_with_noise(
-                self.noise, spec, before, state, slots, updates, frozen=prepared.frozen,
-                server=row.server, hyper=hyper,
+                self.noise, spec, before, state, slots, updates, leases=order.leases,
+                frozen=prepared.frozen, server=row.server, hyper=hyper,
             )  # fmt: skip
         return reduce_round(
             state, slots, updates, robustness=limits,
