@@ -72,15 +72,18 @@ class PrivacyAccount:
                     f"the update of round {round_} was charged before, and is not here any more; a "
                     "second one under the same lease would be free"
                 )
-        elif self._limited:
-            raise Conflict(
-                "this device takes part in runs with differential privacy only, because its owner "
-                f"limits what it spends (privacy_epsilon {self._epsilon:g} in device.json); the "
-                "run has no noise"
-            )
+        else:
+            self._check_unlimited()
 
-    def charge(self, run: str, round_: int, lease: str, noise: NoiseTask) -> None:
-        """Charge a use, durably. Conflict: it does not fit. Unavailable: the disk failed."""
+    def charge(self, run: str, round_: int, lease: str, noise: NoiseTask | None) -> None:
+        """Charge a use, durably. Conflict: it does not fit. Unavailable: the disk failed.
+
+        noise: None if the task asks for none, which may differ from what it asked when the device
+        learned.
+        """
+        if noise is None:
+            self._check_unlimited()
+            return
         with self._locked():
             before = self._budget()
             after = before.charge(run, round_, noise.event, lease)
@@ -89,6 +92,14 @@ class PrivacyAccount:
             write_atomic(self._path, json.dumps(after.to_json()).encode())
             if self._budget() != after:
                 raise Unavailable(f"{self._path} does not hold what was just written to it")
+
+    def _check_unlimited(self) -> None:
+        if self._limited:
+            raise Conflict(
+                "this device takes part in runs with differential privacy only, because its owner "
+                f"limits what it spends (privacy_epsilon {self._epsilon:g} in device.json); the "
+                "run has no noise"
+            )
 
     @property
     def spent(self) -> float:

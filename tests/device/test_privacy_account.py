@@ -1,6 +1,8 @@
 """A device's own account: charged before an update leaves, exact over kills and hostile clouds."""
 
+import asyncio
 import json
+import time
 
 import numpy as np
 import pytest
@@ -202,6 +204,34 @@ def test_noise_with_compression_or_masking_is_declined():
                     work=plans.WORK, until_s=0.0)  # fmt: skip
         with pytest.raises(InvalidInput, match=words):
             KINDS["learn"](task, message, 1)
+
+
+@pytest.mark.long
+def test_a_lease_that_comes_again_without_its_noise_gets_no_update(tmp_path):
+    """What a cloud would do to get an update that is on the disk already past the account."""
+    settings = {"population": "labs", "privacy_epsilon": 3.0, "privacy_delta": 1e-5}
+
+    async def story():
+        async with staged(tmp_path / "stage") as stage:
+            (tmp_path / "ann").mkdir()
+            (tmp_path / "ann" / "device.json").write_text(json.dumps(settings))
+            client = client_at(stage, tmp_path / "ann", plans.shard(held_out=6))
+            async with serving(client):
+                await stage.offer()
+                # Another process holds the account, so the update is kept and not charged.
+                with lock_file(tmp_path / "ann" / "privacy.lock"):
+                    stage.tell(stage.task(1, inline_bytes=1 << 16, noise=terms()))
+                    await asyncio.to_thread(kept, tmp_path / "ann" / "pending")
+                    stage.tell(stage.task(1, inline_bytes=1 << 16))
+                    return await stage.contribution(lease(1))
+
+    assert "differential privacy only" in within(story()).declined
+
+
+def kept(folder):
+    """Return once an update is on the disk."""
+    while not list(folder.glob("*.update")):
+        time.sleep(0.01)
 
 
 @pytest.mark.long
