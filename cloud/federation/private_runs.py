@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from triplane.cloud.federation.noise_store import NoiseStore
@@ -14,7 +14,12 @@ from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.limits import ADAPTIVE, RoundUpdate
 from triplane.unified_ir.federated.core.run import Lease, RunState
 from triplane.unified_ir.federated.privacy.accountant import DELTA, MAX_EPSILON
-from triplane.unified_ir.federated.privacy.release import draw, entries_of, shapes_of
+from triplane.unified_ir.federated.privacy.release import (
+    check_release,
+    draw,
+    entries_of,
+    shapes_of,
+)
 from triplane.unified_ir.federated.privacy.report import (
     PrivacySpent,
     no_round_fits,
@@ -117,6 +122,12 @@ def check_rows(spec: pb.Spec, robustness: Robustness, *, buffers: bool = False) 
         app=spec.flower.app,
         buffers=buffers,
     )
+
+
+def check_tensors(spec: pb.Spec, state: Mapping[str, Array], frozen: Collection[str]) -> None:
+    """Raise InvalidInput if rounds of this state cannot get the noise. frozen: see `shapes_of`."""
+    if (privacy := privacy_of(spec)) is not None:
+        check_release(privacy, state, frozen, spec.cohort.devices)
 
 
 def noise_terms(spec: pb.Spec, state: RunState) -> pb.NoiseTerms | None:

@@ -23,13 +23,19 @@ from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.limits import OFF
 from triplane.unified_ir.federated.core.reduce import ServerHyper, ServerOptimizer
 from triplane.unified_ir.federated.privacy.central import check_population
-from triplane.unified_ir.federated.privacy.release import Open, draw, entries_of, shapes_of
+from triplane.unified_ir.federated.privacy.release import (
+    Open,
+    check_release,
+    draw,
+    entries_of,
+    shapes_of,
+)
 from triplane.unified_ir.federated.privacy.report import (
     no_round_fits,
     privacy_spent,
     too_many_rounds,
 )
-from triplane.unified_ir.federated.privacy.settings import DifferentialPrivacy
+from triplane.unified_ir.federated.privacy.settings import CENTRAL, DifferentialPrivacy
 from triplane.unified_ir.federated.study.checkpoint import StudyProgress
 from triplane.unified_ir.federated.study.masked_sums import masked_cohort, with_equal_weights
 from triplane.unified_ir.federated.study.trial import Trial
@@ -95,6 +101,14 @@ def check_rows(study: Any, population: int, *, buffers: bool, strategy: bool) ->
         strategy=strategy,
         buffers=buffers,
     )
+
+
+def check_tensors(
+    study: Any, population: int, state: Mapping[str, Array], frozen: Collection[str]
+) -> None:
+    """Raise InvalidInput if rounds of this state cannot get the study's noise."""
+    if study.privacy is not None and study.privacy.placement == CENTRAL:
+        check_release(study.privacy, state, frozen, study.devices or population)
 
 
 def with_account(trial: Trial, privacy: DifferentialPrivacy, asked: int) -> Trial:
