@@ -80,12 +80,13 @@ def lacks_population(state: RunState) -> str:
     budget = state.plan.budget
     if budget is None or budget.separation == 1 or state.turn != (1, False):
         return ""
-    needed = state.plan.asked * budget.separation
+    apart = min(budget.separation, state.plan.rounds)  # in fewer rounds no device comes again
+    needed = state.plan.asked * apart
     known = len(members_of(state).indexed("known"))
     if known >= needed:
         return ""
     return (
-        f"{state.plan.asked} devices a round that rest until {budget.separation} rounds later need "
+        f"{state.plan.asked} devices a round that rest until {apart} rounds later need "
         f"{needed} devices, {known} have joined; wait for more, or begin a run with fewer devices "
         "a round or a shorter separation"
     )

@@ -61,7 +61,8 @@ def within_budget(study: Any, *, devices: int, population: int) -> dict[str, Any
     rounds = budget.most_rounds(study.rounds)
     if not rounds:
         raise InvalidInput(no_round_fits(budget))
-    check_population(population, devices, privacy.separation)
+    # In fewer rounds than the separation no device has to come again.
+    check_population(population, devices, min(privacy.separation, rounds))
     most = privacy.most_uses
     if most and devices * rounds > population * most:
         raise InvalidInput(

@@ -78,6 +78,13 @@ def test_no_device_is_used_too_early_or_too_often(data, separation, most_uses):
     assert state.budget.spent <= 4.0
 
 
+def test_a_run_shorter_than_its_separation_needs_devices_for_its_rounds_only():
+    asked = private(2, separation=1000)
+    fields = {f: getattr(asked, f) for f in ("devices", "asked", "quorum", "rounds", "budget")}
+    state, _ = begun(names(4), **fields)
+    assert state.phase is Phase.COLLECTING
+
+
 def test_the_first_round_waits_for_the_population_and_says_so():
     asked = private(separation=3)
     fields = {f: getattr(asked, f) for f in ("devices", "asked", "quorum", "rounds", "budget")}
