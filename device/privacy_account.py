@@ -14,7 +14,7 @@ from typing import Final
 
 from triplane.device.home import DeviceHome, DeviceSettings
 from triplane.proto import federation_pb2 as pb
-from triplane.proto.disk import lock_file, write_atomic
+from triplane.proto.disk import OS_DISK, lock_file, refusal, write_atomic
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, Unavailable
 from triplane.unified_ir.federated.privacy.accountant import (
     CONCENTRATED,
@@ -88,6 +88,11 @@ class PrivacyAccount:
             before = self._budget()
             after = before.charge(run, round_, noise.event, lease)
             if after is before:
+                # A kill, or an error of the last sync, may have left the name unsynced.
+                try:
+                    OS_DISK.sync_folder(self._path.parent)
+                except OSError as error:
+                    raise refusal(error, f"could not sync {self._path}: {error}") from error
                 return
             write_atomic(self._path, json.dumps(after.to_json()).encode())
             if self._budget() != after:
