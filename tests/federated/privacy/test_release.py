@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.privacy.accountant import NoiseEvent, spending
 from triplane.unified_ir.federated.privacy.release import (
     RoundNoise,
@@ -127,7 +128,7 @@ def test_clipping_bits_get_noise_of_every_deviation(multiplier, devices):
 )
 def test_noise_that_no_round_could_get_is_refused_before_the_first(options, frozen, words):
     privacy = DifferentialPrivacy(**options).resolved(10)
-    state = {"w": np.zeros(10**6, np.float32), "count": np.zeros(3, np.int64)}
+    state: dict[str, Array] = {"w": np.zeros(10**6, np.float32), "count": np.zeros(3, np.int64)}
     with pytest.raises(InvalidInput, match=words):
         check_release(privacy, state, frozen, 10)
     check_release(DifferentialPrivacy(epsilon=1.0).resolved(10), state, (), 10)

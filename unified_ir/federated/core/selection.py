@@ -12,6 +12,7 @@ import hashlib
 import itertools
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from triplane.unified_ir.federated.core.lease_changes import members_of
@@ -122,8 +123,12 @@ def _count_barred(state: RunState) -> int:
     if budget is None:
         return 0
     used = members_of(state).indexed("used")
-    early, before, until = (
-        used.count_until(lambda key, least=least: key[0] >= least)
-        for least in (number - budget.separation + 1, number, number + 1)
+    early = used.count_until(lambda key: key[0] > number - budget.separation)
+    before, until = (
+        used.count_until(partial(_is_used_since, least=n)) for n in (number, number + 1)
     )
     return len(used) - early - (until - before)
+
+
+def _is_used_since(key: tuple[int, str], least: int) -> bool:
+    return key[0] >= least
