@@ -95,14 +95,13 @@ def test_a_full_disk_has_no_room_and_is_tried_again(tmp_path, method):
 
 
 def test_a_full_disk_has_no_room_for_the_note_of_a_publication(tmp_path):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "no space left")
+    class Full(OsDisk):
+        def replace(self, source, target):
+            raise OSError(errno.ENOSPC, "no space left")
 
-    disk = OsDisk()
-    disk.replace = full
     noise(tmp_path, 1, Draws(), 3)
     with pytest.raises(NoRoom):
-        NoiseStore(tmp_path, disk).note_published(RUN, 1, 3)
+        NoiseStore(tmp_path, Full()).note_published(RUN, 1, 3)
 
 
 def test_a_publication_is_noted_by_several_threads_at_once(tmp_path):
