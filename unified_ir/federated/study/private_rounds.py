@@ -18,6 +18,7 @@ from triplane.unified_ir.federated.algorithms.composition import (
     check_composition,
     reduce_private_round,
 )
+from triplane.unified_ir.federated.algorithms.plan import PlanMade
 from triplane.unified_ir.federated.algorithms.table import algorithm
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.limits import OFF
@@ -88,7 +89,9 @@ def prepared(study: Any, population: int) -> Any:
     return replace(study, **within_budget(study, devices=devices, population=population))
 
 
-def check_rows(study: Any, population: int, *, buffers: bool, strategy: bool) -> None:
+def check_rows(
+    study: Any, population: int, planned: PlanMade, *, buffers: bool, strategy: bool
+) -> None:
     """Raise InvalidInput unless what a study demands composes; see `check_composition`."""
     devices = study.devices or population
     check_composition(
@@ -102,14 +105,8 @@ def check_rows(study: Any, population: int, *, buffers: bool, strategy: bool) ->
         strategy=strategy,
         buffers=buffers,
     )
-
-
-def check_tensors(
-    study: Any, population: int, state: Mapping[str, Array], frozen: Collection[str]
-) -> None:
-    """Raise InvalidInput if rounds of this state cannot get the study's noise."""
     if study.privacy is not None and study.privacy.placement == CENTRAL:
-        check_release(study.privacy, state, frozen, study.devices or population)
+        check_release(study.privacy, planned.state, planned.frozen, devices)
 
 
 def with_account(trial: Trial, privacy: DifferentialPrivacy, asked: int) -> Trial:

@@ -42,7 +42,6 @@ from triplane.unified_ir.federated.study.change_spool import ChangeSpool
 from triplane.unified_ir.federated.study.checkpoint import Keeper, StudyProgress, identity
 from triplane.unified_ir.federated.study.private_rounds import (
     check_rows,
-    check_tensors,
     norm_of,
     prepared,
     with_account,
@@ -176,8 +175,7 @@ def simulate(
         planned = plan_of(module, study.algorithm, study.hyper, path)
         plan = Plan.load(path, expected_digest=planned.digest)
     has_buffers = bool(device.sent_buffers(plan.view(), plan.roles))
-    check_rows(study, len(shards), buffers=has_buffers, strategy=not server.follows_limits)
-    check_tensors(study, len(shards), planned.state, planned.frozen)
+    check_rows(study, len(shards), planned, buffers=has_buffers, strategy=not server.follows_limits)
     facts = {**identity(planned.digest, study, shards, others), **server.facts}
     keeper = None if folder is None else Keeper(folder, facts)
     simulation = _Simulation(
