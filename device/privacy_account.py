@@ -14,7 +14,7 @@ from typing import Final
 
 from triplane.device.home import DeviceHome, DeviceSettings
 from triplane.proto import federation_pb2 as pb
-from triplane.proto.disk import lock_file, write_atomic
+from triplane.proto.disk import OS_DISK, lock_file, refusal, write_atomic
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, Unavailable
 from triplane.unified_ir.federated.privacy.accountant import (
     CONCENTRATED,
@@ -72,23 +72,39 @@ class PrivacyAccount:
                     f"the update of round {round_} was charged before, and is not here any more; a "
                     "second one under the same lease would be free"
                 )
-        elif self._limited:
+        else:
+            self._check_unlimited()
+
+    def charge(self, run: str, round_: int, lease: str, noise: NoiseTask | None) -> None:
+        """Charge a use, durably. Conflict: it does not fit. Unavailable: the disk failed.
+
+        noise: None if the task asks for none, which may differ from what it asked when the device
+        learned.
+        """
+        if noise is None:
+            self._check_unlimited()
+            return
+        with self._locked():
+            before = self._budget()
+            after = before.charge(run, round_, noise.event, lease)
+            if after is before:
+                # A kill, or an error of the last sync, may have left the name unsynced.
+                try:
+                    OS_DISK.sync_folder(self._path.parent)
+                except OSError as error:
+                    raise refusal(error, f"could not sync {self._path}: {error}") from error
+                return
+            write_atomic(self._path, json.dumps(after.to_json()).encode())
+            if self._budget() != after:
+                raise Unavailable(f"{self._path} does not hold what was just written to it")
+
+    def _check_unlimited(self) -> None:
+        if self._limited:
             raise Conflict(
                 "this device takes part in runs with differential privacy only, because its owner "
                 f"limits what it spends (privacy_epsilon {self._epsilon:g} in device.json); the "
                 "run has no noise"
             )
-
-    def charge(self, run: str, round_: int, lease: str, noise: NoiseTask) -> None:
-        """Charge a use, durably. Conflict: it does not fit. Unavailable: the disk failed."""
-        with self._locked():
-            before = self._budget()
-            after = before.charge(run, round_, noise.event, lease)
-            if after is before:
-                return
-            write_atomic(self._path, json.dumps(after.to_json()).encode())
-            if self._budget() != after:
-                raise Unavailable(f"{self._path} does not hold what was just written to it")
 
     @property
     def spent(self) -> float:

@@ -372,9 +372,8 @@ class TaskRunner:
     ) -> pb.Contribution:
         """Return the contribution of an update: with its bytes, or after uploading them."""
         facts = pending.facts
-        if task.noise is not None:
-            # Before a byte leaves. A repeat under the same lease is free: it sends the same bytes.
-            self._privacy.charge(facts.run, facts.round, facts.lease, task.noise)
+        # Before a byte leaves. A repeat under the same lease is free: it sends the same bytes.
+        self._privacy.charge(facts.run, facts.round, facts.lease, task.noise)
         data = self.memory.inline_of(pending, task.inline_bytes) if task.inline_bytes else None
         stop.check()
         if data is None:

@@ -91,7 +91,7 @@ class Federation:
         masked = MaskedCohorts(self.updates, blobs, self._roster)
         self._results = Results(
             db, blobs, self.updates, children, registry, self.live.shares_plan,
-            noise=NoiseStore(folder / "noise"), masked=masked,
+            noise=NoiseStore(folder / "noise", blobs.disk), masked=masked,
         )  # fmt: skip
         self._flower = FlowerRuns(
             db, blobs, self.updates, self._results, folder=folder / "flower",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from triplane.cloud.federation.noise_store import NoiseStore
@@ -10,9 +12,14 @@ from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.limits import ADAPTIVE, RoundUpdate
-from triplane.unified_ir.federated.core.run import RunState
+from triplane.unified_ir.federated.core.run import Lease, RunState
 from triplane.unified_ir.federated.privacy.accountant import DELTA, MAX_EPSILON
-from triplane.unified_ir.federated.privacy.release import draw, entries_of, shapes_of
+from triplane.unified_ir.federated.privacy.release import (
+    check_release,
+    draw,
+    entries_of,
+    shapes_of,
+)
 from triplane.unified_ir.federated.privacy.report import (
     PrivacySpent,
     no_round_fits,
@@ -117,6 +124,12 @@ def check_rows(spec: pb.Spec, robustness: Robustness, *, buffers: bool = False) 
     )
 
 
+def check_tensors(spec: pb.Spec, state: Mapping[str, Array], frozen: Collection[str]) -> None:
+    """Raise InvalidInput if rounds of this state cannot get the noise. frozen: see `shapes_of`."""
+    if (privacy := privacy_of(spec)) is not None:
+        check_release(privacy, state, frozen, spec.cohort.devices)
+
+
 def noise_terms(spec: pb.Spec, state: RunState) -> pb.NoiseTerms | None:
     """Return what a device does with its update, and what the round costs it; None for nothing."""
     privacy = privacy_of(spec)
@@ -152,13 +165,14 @@ def reduce_with_noise(
     slots: dict[str, Array],
     updates: Sequence[RoundUpdate],
     *,
+    leases: Sequence[Lease],
     frozen: Collection[str],
     server: ServerOptimizer,
     hyper: ServerHyper,
 ) -> Reduction:
     """Reduce a round with the noise that is stored for it, or drawn and stored now.
 
-    frozen: tensors that stay as they are.
+    leases: those of the updates. frozen: tensors that stay as they are.
     """
     from triplane.unified_ir.federated.algorithms.composition import reduce_private_round
 
@@ -169,8 +183,14 @@ def reduce_with_noise(
     noise = store.noise_of(
         before.run, budget.charge(before.turn[0]), privacy.bands,
         lambda past: draw(privacy, before.norm, entries, devices, past),
+        updates=_digest_of(leases),
     )  # fmt: skip
     return reduce_private_round(
         state, slots, [update.open for update in updates], privacy=privacy, clip=before.norm,
         devices=devices, noise=noise, frozen=frozen, server=server, hyper=hyper,
     )  # fmt: skip
+
+
+def _digest_of(leases: Iterable[Lease]) -> str:
+    blobs = [(lease.id, lease.update.blob) for lease in leases if lease.update is not None]
+    return hashlib.sha256(json.dumps(sorted(blobs)).encode()).hexdigest()

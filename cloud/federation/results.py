@@ -28,6 +28,7 @@ from triplane.cloud.federation.masked_cohorts import MaskedCohorts
 from triplane.cloud.federation.noise_store import NoiseStore
 from triplane.cloud.federation.private_runs import (
     check_rows,
+    check_tensors,
     privacy_of,
     reduce_with_noise,
     spent_by,
@@ -144,7 +145,7 @@ class Results:
             state = await asyncio.to_thread(self._blobs.put_file, planned.state)
             await asyncio.to_thread(self._make_durable, {state})  # it may be another run's
             if record.spec.HasField("noise"):
-                await asyncio.to_thread(self._check_buffers, record.spec, planned, state)
+                await asyncio.to_thread(self._check_noise, record.spec, planned, state)
         # Garbage collection removes blobs that no row names, and the rows are written later.
         await claim(self._db, self._blobs, {plan, state})
         return Prepared(
@@ -161,10 +162,11 @@ class Results:
             rules=NEWEST_RULES,
         )
 
-    def _check_buffers(self, spec: pb.Spec, planned: Planned, state: bytes) -> None:
-        """Raise InvalidInput if the run's options do not compose with buffers that it has."""
+    def _check_noise(self, spec: pb.Spec, planned: Planned, state: bytes) -> None:
+        """Raise InvalidInput if the run's noise does not compose with the tensors that it has."""
         tensors = read_state(self._blobs.find(state), plan=planned.digest)
         check_rows(spec, robustness_of(spec), buffers=bool(sent_buffers(tensors, planned.roles)))
+        check_tensors(spec, tensors, planned.frozen)
 
     async def reduce(
         self, record: RunRecord, projection: RunProjection, order: Reduce
@@ -241,8 +243,8 @@ class Results:
             updates = self._round_updates(record, order, like)
         if before.budget is not None:
             return reduce_with_noise(
-                self.noise, spec, before, state, slots, updates, frozen=prepared.frozen,
-                server=row.server, hyper=hyper,
+                self.noise, spec, before, state, slots, updates, leases=order.leases,
+                frozen=prepared.frozen, server=row.server, hyper=hyper,
             )  # fmt: skip
         return reduce_round(
             state, slots, updates, robustness=limits,

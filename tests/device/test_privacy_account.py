@@ -1,6 +1,10 @@
 """A device's own account: charged before an update leaves, exact over kills and hostile clouds."""
 
+import asyncio
+import errno
 import json
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +16,7 @@ from triplane.device.home import DeviceHome, DeviceSettings
 from triplane.device.privacy_account import NoiseTask, PrivacyAccount, noise_task
 from triplane.device.tasks import KINDS, Blob, Task
 from triplane.proto import federation_pb2 as pb
-from triplane.proto.disk import lock_file
+from triplane.proto.disk import OsDisk, lock_file
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, Unavailable
 from triplane.unified_ir.federated.core.files import like_of, read_update
 from triplane.unified_ir.federated.privacy.accountant import NoiseEvent, spending
@@ -62,6 +66,29 @@ def test_a_repeated_charge_is_free_and_a_second_update_under_it_is_declined(tmp_
     assert account(tmp_path).spent == spent
     with pytest.raises(Conflict, match="would be free"):
         account(tmp_path).check(RUN, 4, "one", noise)
+
+
+def test_a_charge_whose_name_was_not_synced_is_synced_before_the_update_leaves(
+    tmp_path, monkeypatch
+):
+    """An error or a kill after the rename; otherwise a power cut later takes the charge back."""
+    mine, real, failing = account(tmp_path), OsDisk.sync_folder, [True]
+
+    def sync_folder(disk, folder):
+        if failing[0]:
+            raise OSError(errno.EIO, "no sync")
+        synced.append(folder)
+        real(disk, folder)
+
+    synced: list[Path] = []
+    monkeypatch.setattr(OsDisk, "sync_folder", sync_folder)
+    for _ in range(2):
+        with pytest.raises(Unavailable):
+            mine.charge(RUN, 1, "one", noise_task(terms()))
+    assert (tmp_path / "privacy.json").exists()
+    failing[0] = False
+    mine.charge(RUN, 1, "one", noise_task(terms()))
+    assert synced == [tmp_path]
 
 
 def test_a_use_before_the_separation_is_over_is_declined(tmp_path):
@@ -202,6 +229,34 @@ def test_noise_with_compression_or_masking_is_declined():
                     work=plans.WORK, until_s=0.0)  # fmt: skip
         with pytest.raises(InvalidInput, match=words):
             KINDS["learn"](task, message, 1)
+
+
+@pytest.mark.long
+def test_a_lease_that_comes_again_without_its_noise_gets_no_update(tmp_path):
+    """What a cloud would do to get an update that is on the disk already past the account."""
+    settings = {"population": "labs", "privacy_epsilon": 3.0, "privacy_delta": 1e-5}
+
+    async def story():
+        async with staged(tmp_path / "stage") as stage:
+            (tmp_path / "ann").mkdir()
+            (tmp_path / "ann" / "device.json").write_text(json.dumps(settings))
+            client = client_at(stage, tmp_path / "ann", plans.shard(held_out=6))
+            async with serving(client):
+                await stage.offer()
+                # Another process holds the account, so the update is kept and not charged.
+                with lock_file(tmp_path / "ann" / "privacy.lock"):
+                    stage.tell(stage.task(1, inline_bytes=1 << 16, noise=terms()))
+                    await asyncio.to_thread(kept, tmp_path / "ann" / "pending")
+                    stage.tell(stage.task(1, inline_bytes=1 << 16))
+                    return await stage.contribution(lease(1))
+
+    assert "differential privacy only" in within(story()).declined
+
+
+def kept(folder):
+    """Return once an update is on the disk."""
+    while not list(folder.glob("*.update")):
+        time.sleep(0.01)
 
 
 @pytest.mark.long

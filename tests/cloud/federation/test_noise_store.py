@@ -1,12 +1,15 @@
 """The noise of private runs on the cloud's disk: drawn once, used again, published once."""
 
+import errno
 import json
 import stat
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from triplane.cloud.federation.noise_store import NoiseStore
+from triplane.proto.disk import NoRoom, OsDisk
 from triplane.proto.errors import Conflict, Corrupt
 from triplane.unified_ir.federated.privacy.budget import run_budget
 from triplane.unified_ir.federated.privacy.release import RoundNoise
@@ -33,9 +36,9 @@ class Draws:
         return RoundNoise(np.array([self.count, -5, 2**40]), 0.25 * self.count)
 
 
-def noise(folder, number, draws, bands=1):
+def noise(folder, number, draws, bands=1, updates="those of ann and bob"):
     """As a process that was just started does."""
-    return NoiseStore(folder).noise_of(RUN, charged(number), bands, draws)
+    return NoiseStore(folder).noise_of(RUN, charged(number), bands, draws, updates=updates)
 
 
 def files(folder):
@@ -48,6 +51,67 @@ def test_noise_that_was_drawn_is_used_again_after_a_kill(tmp_path):
     assert draws.count == 1
     assert np.array_equal(first.steps, again.steps)
     assert first.bits == again.bits == 0.25
+
+
+@pytest.mark.parametrize("bands", [1, 3])
+def test_noise_never_meets_the_sum_of_other_updates(tmp_path, bands):
+    """A kill before the note of a publication, then a restored database: the round repeats."""
+    draws = Draws()
+    noise(tmp_path, 1, draws, bands)
+    first = noise(tmp_path, 2, draws, bands)
+    repeated = noise(tmp_path, 2, draws, bands, updates="those of bob and cy")
+    assert draws.count == 3
+    assert not np.array_equal(first.steps, repeated.steps)
+    again = noise(tmp_path, 2, draws, bands, updates="those of bob and cy")
+    assert draws.count == 3
+    assert np.array_equal(again.steps, repeated.steps)
+
+
+def test_a_power_cut_does_not_take_the_folder_of_a_run_away(tmp_path):
+    synced = []
+
+    class Noting(OsDisk):
+        def sync_folder(self, folder):
+            super().sync_folder(folder)
+            synced.append((folder, sorted(path.name for path in folder.iterdir())))
+
+    store = NoiseStore(tmp_path / "noise", Noting())
+    store.noise_of(RUN, charged(1), 3, Draws(), updates="")
+    assert (tmp_path, ["noise"]) in synced
+    assert (tmp_path / "noise", [RUN]) in synced
+    assert (tmp_path / "noise" / RUN, ["1.drawn"]) in synced
+
+
+@pytest.mark.parametrize("method", ["make_folder", "create", "sync", "replace", "sync_folder"])
+def test_a_full_disk_has_no_room_and_is_tried_again(tmp_path, method):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no space left")
+
+    disk = OsDisk()
+    setattr(disk, method, full)
+    with pytest.raises(NoRoom):
+        NoiseStore(tmp_path, disk).noise_of(RUN, charged(1), 3, Draws(), updates="")
+    assert noise(tmp_path, 1, Draws(), 3, updates="").steps[0] == 1
+
+
+def test_a_full_disk_has_no_room_for_the_note_of_a_publication(tmp_path):
+    class Full(OsDisk):
+        def replace(self, source, target):
+            raise OSError(errno.ENOSPC, "no space left")
+
+    noise(tmp_path, 1, Draws(), 3)
+    with pytest.raises(NoRoom):
+        NoiseStore(tmp_path, Full()).note_published(RUN, 1, 3)
+
+
+def test_a_publication_is_noted_by_several_threads_at_once(tmp_path):
+    """By the one that its commit begins, and by that of the next round's reduction."""
+    store, draws = NoiseStore(tmp_path), Draws()
+    with ThreadPoolExecutor(4) as threads:
+        for number in range(1, 21):
+            noise(tmp_path, number, draws, 3)
+            list(threads.map(lambda n: store.note_published(RUN, n, 3), [number] * 4))
+    assert files(tmp_path) == ["19.published", "20.published"]
 
 
 def test_only_the_cloud_reads_it(tmp_path):
@@ -103,7 +167,7 @@ def test_a_damaged_file_or_another_charge_is_refused(tmp_path):
     noise(tmp_path, 1, Draws())
     other = run_budget(4.0, 1e-5, 30).charge(1)
     with pytest.raises(Corrupt, match="another charge"):
-        NoiseStore(tmp_path).noise_of(RUN, other, 1, Draws())
+        NoiseStore(tmp_path).noise_of(RUN, other, 1, Draws(), updates="those of ann and bob")
     path = tmp_path / RUN / "1.drawn"
     data = bytearray(path.read_bytes())
     data[-100] ^= 1
@@ -122,6 +186,6 @@ def test_a_start_removes_the_noise_of_runs_that_ended(tmp_path):
     store = NoiseStore(tmp_path / "noise")
     store.keep_only({RUN})
     for run in (RUN, "f" * 16):
-        store.noise_of(run, charged(1), 1, Draws())
+        store.noise_of(run, charged(1), 1, Draws(), updates="")
     store.keep_only({RUN})
     assert [p.name for p in (tmp_path / "noise").iterdir()] == [RUN]

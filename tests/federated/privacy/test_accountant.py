@@ -21,6 +21,7 @@ from triplane.unified_ir.federated.privacy.accountant import (
     noise_multiplier_for,
     spending,
 )
+from triplane.unified_ir.federated.privacy.budget import run_budget
 
 needs_dp_accounting = pytest.mark.skipif(
     not dp_accounting_door.installed(), reason="needs the extra privacy"
@@ -154,6 +155,14 @@ def test_the_multiplier_for_a_target_is_the_least_one(times, law):
     z = noise_multiplier_for(2.0, 1e-6, times, law=law)
     assert own([NoiseEvent(z, times, law)], 1e-6) <= 2.0
     assert own([NoiseEvent(z * (1 - 1e-9), times, law)], 1e-6) > 2.0
+
+
+@pytest.mark.parametrize("error", [2.0**-52, -(2.0**-53)])
+def test_a_budget_has_as_many_rounds_where_erfc_rounds_differently(monkeypatch, error):
+    budget = run_budget(0.01, 1e-3, 10, separation=10)
+    normal = accountant._normal
+    monkeypatch.setattr(accountant, "_normal", lambda x: normal(x) * (1 + error))
+    assert budget.most_rounds(10) == 10
 
 
 @pytest.mark.parametrize(

@@ -277,3 +277,5 @@ def test_a_population_too_small_to_rest_is_refused_with_the_numbers():
     check_population(500, 50, 10)
     with pytest.raises(InvalidInput, match=r"need 500 devices, .* has 499; ask at most 49 "):
         check_population(499, 50, 10)
+    with pytest.raises(InvalidInput, match=r"has 40; shorten the separation to 5"):
+        check_population(40, 8, 1000)

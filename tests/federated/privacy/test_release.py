@@ -8,8 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.privacy.accountant import NoiseEvent, spending
-from triplane.unified_ir.federated.privacy.release import RoundNoise, draw, entries_of, release
+from triplane.unified_ir.federated.privacy.release import (
+    RoundNoise,
+    check_release,
+    draw,
+    entries_of,
+    release,
+)
 from triplane.unified_ir.federated.privacy.report import privacy_spent
 from triplane.unified_ir.federated.privacy.settings import DifferentialPrivacy
 
@@ -100,6 +107,31 @@ def test_the_noise_of_clipping_bits_has_its_deviation():
     draws = [draw(ADAPTIVE, 1.0, 1, 100, ()).bits for _ in range(400)]
     assert 8.5 < np.std(draws) < 11.5, "twice 5; 400 draws are within 4 deviations of this"
     assert draw(PRIVACY, 1.0, 1, 100, ()).bits == 0.0
+
+
+@pytest.mark.parametrize("multiplier", [1e-3, 600.0, 8e5])
+@pytest.mark.parametrize("devices", [1, 10_000])
+def test_clipping_bits_get_noise_of_every_deviation(multiplier, devices):
+    privacy = DifferentialPrivacy(multiplier=multiplier, quantile=0.5)
+    norm = privacy.adaptive(1.0, devices)
+    assert norm is not None
+    assert 0 < abs(draw(privacy, 1.0, 4, devices, ()).bits) < 2 * 8 * norm.bit_noise
+
+
+@pytest.mark.parametrize(
+    ("options", "frozen", "words"),
+    [
+        ({"epsilon": 1.0}, ("w",), "moves no tensor"),
+        ({"multiplier": 1e5}, (), "beyond the resolution"),
+        ({"multiplier": 9e5, "quantile": 0.5}, (), "noise multiplier is"),
+    ],
+)
+def test_noise_that_no_round_could_get_is_refused_before_the_first(options, frozen, words):
+    privacy = DifferentialPrivacy(**options).resolved(10)
+    state: dict[str, Array] = {"w": np.zeros(10**6, np.float32), "count": np.zeros(3, np.int64)}
+    with pytest.raises(InvalidInput, match=words):
+        check_release(privacy, state, frozen, 10)
+    check_release(DifferentialPrivacy(epsilon=1.0).resolved(10), state, (), 10)
 
 
 @pytest.mark.long  # dp-accounting takes a second to import

@@ -89,6 +89,7 @@ from triplane.unified_ir.federated.core.run import (
 )
 from triplane.unified_ir.federated.core.selection import (
     chosen,
+    count_learners,
     lacks_population,
     learners,
     note_published,
@@ -385,22 +386,22 @@ def _open(state: RunState, now_s: float) -> Step:
     if why := lacks_population(state):
         return _because(state, why), ()
     # Keys are (rests_until, name): those that rest longer than this round come last.
-    able, rested = _able(state, number, evaluates=evaluates)
+    able, rested = _count_able(state, number, evaluates=evaluates)
     waited = now_s >= state.since_s + state.plan.patience_s
     least = 1 if evaluates else state.plan.quorum
-    drawn = rested if rested >= least else len(able)  # without a quorum, those who rest as well
+    drawn = rested if rested >= least else able  # without a quorum, those who rest as well
     given_up = _given_up(state, now_s)
     # Devices whose patience is over, and those that rest, are not waited for: the round opens with
     # fewer.
-    usual = state.plan.asked - given_up - (len(able) - drawn)
+    usual = state.plan.asked - given_up - (able - drawn)
     wanted = least if waited or evaluates else max(least, usual)
     # No device is away that may still return within the patience.
     here = waited or len(members_of(state).indexed("absent")) == given_up
     if drawn < wanted or not here:
         if evaluates and here:
             return _open(_gather(state, (number + 1, False), now_s), now_s)
-        return _because(state, waits_for(len(able), state, evaluates=evaluates)), ()
-    names = itertools.islice(able, drawn)
+        return _because(state, waits_for(able, state, evaluates=evaluates)), ()
+    names = itertools.islice(_able(state, evaluates=evaluates), drawn)
     asked = sorted(name for _, name in names) if evaluates else chosen(state, names)
     attempt = state.attempt
     identify = partial(
@@ -417,18 +418,22 @@ def _open(state: RunState, now_s: float) -> Step:
     return state, tuple(Tell(device) for device in asked)
 
 
-def _able(
-    state: RunState, number: int, *, evaluates: bool
-) -> tuple[Sequence[tuple[int, str]] | SortedMap[Any, str], int]:
-    """Return the connected members that can do a round's work, and how many of them do not rest.
+def _able(state: RunState, *, evaluates: bool) -> Sequence[tuple[int, str]] | SortedMap[Any, str]:
+    """Return the connected members that can do a round's work: (`RunMember.rests_until`, name)."""
+    if evaluates:
+        return members_of(state).indexed("scorers")
+    able = learners(state)
+    return masked_round.unspent(state, able) if state.spent else able
 
-    They are pairs (`RunMember.rests_until`, name), in order.
-    """
-    able = members_of(state).indexed("scorers") if evaluates else learners(state)
-    if evaluates or not state.spent:
-        return able, able.count_until(lambda key: key[0] > number)
-    left = masked_round.unspent(state, able)
-    return left, sum(key[0] <= number for key in left)
+
+def _count_able(state: RunState, number: int, *, evaluates: bool) -> tuple[int, int]:
+    """Return how many members can do a round's work, and how many of them do not rest."""
+    if not evaluates and not state.spent:
+        return count_learners(state)
+    able = _able(state, evaluates=evaluates)
+    if isinstance(able, SortedMap):
+        return len(able), able.count_until(lambda key: key[0] > number)
+    return len(able), sum(key[0] <= number for key in able)
 
 
 def _given_up(state: RunState, now_s: float) -> int:

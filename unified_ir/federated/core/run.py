@@ -113,12 +113,18 @@ def _draws(member: RunMember) -> tuple[int, str] | None:
     return (member.rests_until, member.device) if member.connected else None
 
 
+def _uses(member: RunMember) -> tuple[int, str] | None:
+    learns = member.connected and member.examples > 0
+    return (member.used_round, member.device) if member.used_round and learns else None
+
+
 class Members(Records[RunMember]):
     """Members by name, in the order in which they joined.
 
     Indexes: absent has the names of members without an open stream, away their (since when, name);
     learners and scorers have (`rests_until`, name) of the connected members that can learn or
-    score; used has (`used_round`, name) of the learners that were used.
+    score; used has (`used_round`, name) of the learners that were used, used_resting of those with
+    a `rests_until`. known has the names of all members with examples.
     """
 
     __slots__ = ()
@@ -128,8 +134,9 @@ class Members(Records[RunMember]):
         "away":     lambda m: None if m.away_s is None else (m.away_s, m.device),
         "learners": lambda m: _draws(m) if m.examples > 0 else None,
         "scorers":  lambda m: _draws(m) if m.held_out > 0 else None,
-        "used":     lambda m: (m.used_round, m.device) if m.used_round and m.connected
-                    and m.examples > 0 else None,
+        "used":     _uses,
+        "used_resting": lambda m: _uses(m) if m.rests_until else None,
+        "known":    lambda m: m.device if m.examples > 0 else None,
     }
     # fmt: on
 

@@ -12,6 +12,7 @@ import hashlib
 import itertools
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from triplane.unified_ir.federated.core.lease_changes import members_of
@@ -25,12 +26,25 @@ NEVER: Final = (1 << 31) - 1
 
 
 def learners(state: RunState) -> SortedMap[Any, str]:
-    """Return the connected devices that may learn in the present round, by (rests_until, name)."""
+    """Return the connected devices that may learn in the present round, by (rests_until, name).
+
+    With a separation, the time grows with the number of devices that rest from a use.
+    """
     members = members_of(state)
     able = members.indexed("learners")
-    for name in _barred(state):
+    for name in _barred(state, "used"):
         able = able.without((members[name].rests_until, name))
     return able
+
+
+def count_learners(state: RunState) -> tuple[int, int]:
+    """Return the number of `learners`, and how many of them do not rest in the present round."""
+    members, number = members_of(state), state.turn[0]
+    able = members.indexed("learners")
+    drawn = able.count_until(lambda key: key[0] > number)
+    barred = _count_barred(state)
+    resting = sum(members[name].rests_until > number for name in _barred(state, "used_resting"))
+    return len(able) - barred, drawn - (barred - resting)
 
 
 def chosen(state: RunState, able: Iterable[tuple[int, str]]) -> list[str]:
@@ -53,7 +67,7 @@ def waits_for(able: int, state: RunState, *, evaluates: bool) -> str:
     away = list(itertools.islice(members_of(state).indexed("absent"), MAX_NAMED))
     wanted = "" if evaluates else f" of {state.plan.asked}"
     text = f"{able}{wanted} devices are connected"
-    barred = 0 if evaluates else len(_barred(state))
+    barred = 0 if evaluates else _count_barred(state)
     if barred and (budget := state.plan.budget) is not None:
         text += (
             f"; {barred} more may not be asked, because uses of a device are {budget.separation} "
@@ -67,12 +81,13 @@ def lacks_population(state: RunState) -> str:
     budget = state.plan.budget
     if budget is None or budget.separation == 1 or state.turn != (1, False):
         return ""
-    needed = state.plan.asked * budget.separation
-    known = sum(member.examples > 0 for member in state.members.values())
+    apart = min(budget.separation, state.plan.rounds)  # in fewer rounds no device comes again
+    needed = state.plan.asked * apart
+    known = len(members_of(state).indexed("known"))
     if known >= needed:
         return ""
     return (
-        f"{state.plan.asked} devices a round that rest until {budget.separation} rounds later need "
+        f"{state.plan.asked} devices a round that rest until {apart} rounds later need "
         f"{needed} devices, {known} have joined; wait for more, or begin a run with fewer devices "
         "a round or a shorter separation"
     )
@@ -91,12 +106,29 @@ def note_published(state: RunState, leases: Iterable[Lease]) -> RunState:
     return replace(state, members=members)
 
 
-def _barred(state: RunState) -> list[str]:
-    """Return the learners that were used too recently or too often for the present round."""
+def _barred(state: RunState, index: str) -> list[str]:
+    """Return the learners of an index that were used too recently or too often for this round."""
     budget, number = state.plan.budget, state.turn[0]
     if budget is None:
         return []
-    used = members_of(state).indexed("used")
+    used = members_of(state).indexed(index)
     early = used.count_until(lambda key: key[0] > number - budget.separation)
     later = itertools.islice(used, early, None)
     return [name for round_, name in later if round_ != number]
+
+
+def _count_barred(state: RunState) -> int:
+    """Return the number of `_barred` learners, by bisection."""
+    budget, number = state.plan.budget, state.turn[0]
+    if budget is None:
+        return 0
+    used = members_of(state).indexed("used")
+    early = used.count_until(lambda key: key[0] > number - budget.separation)
+    before, until = (
+        used.count_until(partial(_is_used_since, least=n)) for n in (number, number + 1)
+    )
+    return len(used) - early - (until - before)
+
+
+def _is_used_since(key: tuple[int, str], least: int) -> bool:
+    return key[0] >= least

@@ -41,6 +41,8 @@ DELTA: Final = 1e-5
 """Default of the probability with which epsilon does not hold."""
 MIN_MULTIPLIER: Final = 1e-3
 MAX_MULTIPLIER: Final = 1e6
+ROOM: Final = 1e-10
+"""Relative distance of a multiplier that is computed from the least one."""
 MAX_USES: Final = 10**9
 MAX_SEPARATION: Final = 1_000_000
 MAX_SPENT: Final = 1e30
@@ -163,7 +165,11 @@ def concentrated_epsilon(rho: float, delta: float) -> float:
 
 
 def noise_multiplier_for(epsilon: float, delta: float, uses: int, *, law: str = GAUSSIAN) -> float:
-    """Return the least noise multiplier with which that many uses stay within epsilon."""
+    """Return the least noise multiplier with which that many uses stay within epsilon.
+
+    It is larger by `ROOM`: another machine's erfc may round differently, and a run that its journal
+    restores there must have as many rounds as before.
+    """
     check_epsilon(epsilon)
     check_delta(delta)
     low, high = MIN_MULTIPLIER, MAX_MULTIPLIER
@@ -176,7 +182,7 @@ def noise_multiplier_for(epsilon: float, delta: float, uses: int, *, law: str = 
     while low < (middle := math.sqrt(low * high)) < high:
         within = _epsilon_of(NoiseEvent(middle, uses, law), delta) <= epsilon
         low, high = (low, middle) if within else (middle, high)
-    return high
+    return min(MAX_MULTIPLIER, high * (1 + ROOM))
 
 
 def check_epsilon(epsilon: float) -> None:

@@ -87,10 +87,12 @@ def check_population(population: int, devices: int, separation: int) -> None:
     if devices < 1 or separation < 1:
         raise InvalidInput(f"rounds ask devices and have a separation, got {devices}, {separation}")
     if population < devices * separation:
+        most = population // separation
+        ask = f"ask at most {most} devices a round, or " if most else ""
         raise InvalidInput(
             f"{devices} devices a round that rest until {separation} rounds later need "
-            f"{devices * separation} devices, the population has {population}; ask at most "
-            f"{population // separation} devices a round, or shorten the separation"
+            f"{devices * separation} devices, the population has {population}; {ask}shorten the "
+            f"separation to {max(1, population // devices)}"
         )
 
 

@@ -23,8 +23,9 @@ from triplane.unified_ir.federated.privacy.clipping import clip as clip_change
 from triplane.unified_ir.federated.privacy.clipping import l2_norm
 from triplane.unified_ir.federated.privacy.settings import DifferentialPrivacy
 
-BIT_GRID: Final = 2.0**-20
-"""Grid of the noise in the sum of clipping bits, which are integers and so are on it exactly."""
+BIT_GRID: Final = 2.0**-8
+"""Grid of the noise in the sum of clipping bits, which are integers and so are on it exactly. From
+the least deviation (a round of one device) to the largest it is in the range of the sampler."""
 UNCLIPPED: Final = 1 - 2.0**-12
 """A device does not send its clipping bit: a clipped change has the norm to this share or more."""
 
@@ -65,6 +66,19 @@ def shapes_of(state: Mapping[str, Array], frozen: Collection[str] = ()) -> Shape
 def entries_of(shapes: Shapes) -> int:
     """Return the number of entries of a change."""
     return sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes.values())
+
+
+def check_release(
+    privacy: DifferentialPrivacy, state: Mapping[str, Array], frozen: Collection[str], devices: int
+) -> None:
+    """Raise InvalidInput if rounds of this state cannot get the noise; see `shapes_of`."""
+    entries = entries_of(shapes_of(state, frozen))
+    if not entries:
+        raise InvalidInput(
+            "learning moves no tensor of this model, so there is no sum that could get noise; "
+            "leave the noise out, or freeze fewer parameters"
+        )
+    privacy.central(privacy.clip, entries, devices)
 
 
 def draw(

@@ -18,18 +18,25 @@ from triplane.unified_ir.federated.algorithms.composition import (
     check_composition,
     reduce_private_round,
 )
+from triplane.unified_ir.federated.algorithms.plan import PlanMade
 from triplane.unified_ir.federated.algorithms.table import algorithm
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.limits import OFF
 from triplane.unified_ir.federated.core.reduce import ServerHyper, ServerOptimizer
 from triplane.unified_ir.federated.privacy.central import check_population
-from triplane.unified_ir.federated.privacy.release import Open, draw, entries_of, shapes_of
+from triplane.unified_ir.federated.privacy.release import (
+    Open,
+    check_release,
+    draw,
+    entries_of,
+    shapes_of,
+)
 from triplane.unified_ir.federated.privacy.report import (
     no_round_fits,
     privacy_spent,
     too_many_rounds,
 )
-from triplane.unified_ir.federated.privacy.settings import DifferentialPrivacy
+from triplane.unified_ir.federated.privacy.settings import CENTRAL, DifferentialPrivacy
 from triplane.unified_ir.federated.study.checkpoint import StudyProgress
 from triplane.unified_ir.federated.study.masked_sums import masked_cohort, with_equal_weights
 from triplane.unified_ir.federated.study.trial import Trial
@@ -55,7 +62,8 @@ def within_budget(study: Any, *, devices: int, population: int) -> dict[str, Any
     rounds = budget.most_rounds(study.rounds)
     if not rounds:
         raise InvalidInput(no_round_fits(budget))
-    check_population(population, devices, privacy.separation)
+    # In fewer rounds than the separation no device has to come again.
+    check_population(population, devices, min(privacy.separation, rounds))
     most = privacy.most_uses
     if most and devices * rounds > population * most:
         raise InvalidInput(
@@ -81,7 +89,9 @@ def prepared(study: Any, population: int) -> Any:
     return replace(study, **within_budget(study, devices=devices, population=population))
 
 
-def check_rows(study: Any, population: int, *, buffers: bool, strategy: bool) -> None:
+def check_rows(
+    study: Any, population: int, planned: PlanMade, *, buffers: bool, strategy: bool
+) -> None:
     """Raise InvalidInput unless what a study demands composes; see `check_composition`."""
     devices = study.devices or population
     check_composition(
@@ -95,6 +105,8 @@ def check_rows(study: Any, population: int, *, buffers: bool, strategy: bool) ->
         strategy=strategy,
         buffers=buffers,
     )
+    if study.privacy is not None and study.privacy.placement == CENTRAL:
+        check_release(study.privacy, planned.state, planned.frozen, devices)
 
 
 def with_account(trial: Trial, privacy: DifferentialPrivacy, asked: int) -> Trial:

@@ -177,7 +177,7 @@ def simulate(
         planned = plan_of(module, study.algorithm, study.hyper, path)
         plan = Plan.load(path, expected_digest=planned.digest)
     has_buffers = bool(device.sent_buffers(plan.view(), plan.roles))
-    check_rows(study, len(shards), buffers=has_buffers, strategy=not server.follows_limits)
+    check_rows(study, len(shards), planned, buffers=has_buffers, strategy=not server.follows_limits)
     facts = {**identity(planned.digest, study, shards, others), **server.facts}
     keeper = None if folder is None else Keeper(folder, facts)
     simulation = _Simulation(

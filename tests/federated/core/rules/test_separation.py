@@ -9,14 +9,19 @@ from hypothesis import strategies as st
 from tests.federated.core.rules.runs import arrived, begun, open_lease, plan, step
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.core import rules
 from triplane.unified_ir.federated.core.rules import due_s
 from triplane.unified_ir.federated.core.run import (
+    NEWEST_RULES,
     Declined,
     Joined,
     Phase,
     Reduced,
+    RunMember,
+    RunState,
     Tick,
 )
+from triplane.unified_ir.federated.core.selection import NEVER, count_learners, learners
 from triplane.unified_ir.federated.privacy.budget import RunBudget, run_budget
 
 
@@ -73,6 +78,13 @@ def test_no_device_is_used_too_early_or_too_often(data, separation, most_uses):
     assert state.budget.spent <= 4.0
 
 
+def test_a_run_shorter_than_its_separation_needs_devices_for_its_rounds_only():
+    asked = private(2, separation=1000)
+    fields = {f: getattr(asked, f) for f in ("devices", "asked", "quorum", "rounds", "budget")}
+    state, _ = begun(names(4), **fields)
+    assert state.phase is Phase.COLLECTING
+
+
 def test_the_first_round_waits_for_the_population_and_says_so():
     asked = private(separation=3)
     fields = {f: getattr(asked, f) for f in ("devices", "asked", "quorum", "rounds", "budget")}
@@ -121,3 +133,43 @@ def test_the_norm_of_a_round_is_that_of_the_one_before():
     for device in names(2):
         state, _ = step(state, arrived(state, device))
     assert reduced(state, 2.0, clip=2.5).norm == 2.5
+
+
+@given(st.data())
+def test_learners_are_counted_without_a_look_at_each(data):
+    budget = run_budget(
+        4.0,
+        1e-5,
+        20,
+        separation=data.draw(st.integers(1, 5)),
+        most_uses=data.draw(st.integers(1, 3)),
+    )
+    number = data.draw(st.integers(1, 9))
+    members = {
+        name: RunMember(
+            device=name,
+            connected=data.draw(st.booleans()),
+            examples=data.draw(st.integers(0, 1)),
+            used_round=data.draw(st.sampled_from([*range(10), NEVER])),
+            rests_until=data.draw(st.integers(0, 10)),
+        )
+        for name in names(data.draw(st.integers(0, 12)))
+    }
+    state = RunState(
+        plan=plan(rounds=9, budget=budget), run="r", shared="", members=members,
+        turn=(number, False),
+    )  # fmt: skip
+    able = list(learners(state))
+    assert count_learners(state) == (len(able), sum(rests <= number for rests, _ in able))
+
+
+def test_devices_that_come_while_others_rest_from_a_use_are_not_each_looked_at(monkeypatch):
+    """Otherwise 10,000 devices that come back while a round waits cost 10,000 looks each."""
+    resting = [RunMember(device=n, connected=True, examples=5, used_round=4) for n in names(5)]
+    state = RunState(
+        plan=private(separation=3), run="r", shared="", members={m.device: m for m in resting},
+        turn=(5, False), rules=NEWEST_RULES,
+    )  # fmt: skip
+    monkeypatch.setattr(rules, "learners", None)
+    after, _ = step(state, Joined(at_s=1.0, device=resting[0].device, examples=6, held_out=0))
+    assert "5 more may not be asked" in after.reason
