@@ -25,10 +25,12 @@ from triplane.cloud.federation.children import Children, Planned
 from triplane.cloud.federation.journal import Prepared, RunRecord
 from triplane.cloud.federation.live import MakeEvent, Write
 from triplane.cloud.federation.masked_cohorts import MaskedCohorts
+from triplane.cloud.federation.masked_spec import round_encoding
 from triplane.cloud.federation.noise_store import NoiseStore
 from triplane.cloud.federation.private_runs import (
     check_rows,
     privacy_of,
+    published_change,
     reduce_with_noise,
     spent_by,
 )
@@ -66,6 +68,7 @@ from triplane.unified_ir.federated.core.run import (
     Reduced,
     RunState,
 )
+from triplane.unified_ir.federated.privacy.release import entries_of, shapes_of
 
 if TYPE_CHECKING:
     from triplane.unified_ir.federated.algorithms.aggregators import Reduction
@@ -144,7 +147,7 @@ class Results:
             state = await asyncio.to_thread(self._blobs.put_file, planned.state)
             await asyncio.to_thread(self._make_durable, {state})  # it may be another run's
             if record.spec.HasField("noise"):
-                await asyncio.to_thread(self._check_buffers, record.spec, planned, state)
+                await asyncio.to_thread(self._check_tensors, record.spec, planned, state)
         # Garbage collection removes blobs that no row names, and the rows are written later.
         await claim(self._db, self._blobs, {plan, state})
         return Prepared(
@@ -161,10 +164,13 @@ class Results:
             rules=NEWEST_RULES,
         )
 
-    def _check_buffers(self, spec: pb.Spec, planned: Planned, state: bytes) -> None:
-        """Raise InvalidInput if the run's options do not compose with buffers that it has."""
+    def _check_tensors(self, spec: pb.Spec, planned: Planned, state: bytes) -> None:
+        """Raise InvalidInput if a run's noise does not go with the buffers or the sizes it has."""
         tensors = read_state(self._blobs.find(state), plan=planned.digest)
         check_rows(spec, robustness_of(spec), buffers=bool(sent_buffers(tensors, planned.roles)))
+        if spec.HasField("masking"):
+            entries = entries_of(shapes_of(tensors))
+            round_encoding(spec, parameters=entries, buffers=0, cap=1, seed=0)
 
     async def reduce(
         self, record: RunRecord, projection: RunProjection, order: Reduce
@@ -232,11 +238,13 @@ class Results:
         if at_hand.masked is not None:
             # Devices kept the limits, and the sum was held to them when it was unmasked.
             change, mean = self._masked.mean(record, before)
+            if before.budget is not None:
+                change = published_change(spec, change, mean.devices, prepared.frozen)
             updates = [RoundUpdate(mean.weight, lambda: change)]
             limits = UNLIMITED
         else:
             updates = self._round_updates(record, order, like)
-        if before.budget is not None:
+        if before.budget is not None and at_hand.masked is None:
             return reduce_with_noise(
                 self.noise, spec, before, state, slots, updates, frozen=prepared.frozen,
                 server=row.server, hyper=hyper,
