@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.draws import Draws
-from triplane.unified_ir.federated.masking.integers import MaskedField, Vector
+from triplane.unified_ir.federated.masking.fields import MaskedField, Vector
 
 LEVEL_BITS: Final = 8
 LARGEST_BLOCK: Final = 1 << 14
