@@ -35,8 +35,10 @@ from triplane.unified_ir.federated.core.learn import BUFFER, PARAMETER, shared
 from triplane.unified_ir.federated.masking import (
     EcdsaSigner,
     EcdsaVerifier,
+    EncodedSection,
     MaskedField,
     MaskingDevice,
+    MaskingParameters,
     MaskingTerms,
     UpdateEncoding,
     roster_verifier,
@@ -44,6 +46,8 @@ from triplane.unified_ir.federated.masking import (
 )
 from triplane.unified_ir.federated.masking.fields import Vector
 from triplane.unified_ir.federated.masking.messages import MaskedInput
+from triplane.unified_ir.federated.masking.noise import noise_of, rounded, with_noise
+from triplane.unified_ir.federated.privacy.distributed import DistributedNoise
 
 MAX_OPEN: Final = 8
 """Masked rounds that a device takes part in at the same time."""
@@ -82,8 +86,8 @@ class CohortVerifier:
 class MaskedRound:
     """One round. names: the tensors of each section of an update, in the order of their entries.
 
-    vectors: the update as integers, with noise from the step `mask` on. noise: what this device adds
-    to them, or None. identity_key: the public key of this device, in DER.
+    vectors: the update as integers, with noise from the step `mask` on. noise: what this device
+    adds to them, or None. identity_key: the public key of this device, in DER.
     """
 
     agreed: _Agreed
@@ -104,7 +108,9 @@ class OwnNoise:
     honest devices as the terms count on.
     """
 
-    def __init__(self, task: NoiseTask, section: EncodedSection, charge: Callable[[], None]) -> None:
+    def __init__(
+        self, task: NoiseTask, section: EncodedSection, charge: Callable[[], None]
+    ) -> None:
         """Take the parsed terms, and what charges the use of this lease durably."""
         self._task, self._section, self._charge = task, section, charge
         self._is_added = False

@@ -17,6 +17,7 @@ import numpy as np
 from triplane.cloud.federation.journal import RunRecord
 from triplane.cloud.federation.live import MakeEvent
 from triplane.cloud.federation.masked_cohort import CohortMean, GivenAnswer, MaskedCohort
+from triplane.cloud.federation.masked_spec import RoundEncoding, round_encoding
 from triplane.cloud.federation.run_projection import RunProjection, Turn, turn_of
 from triplane.cloud.federation.update_store import UpdateStore, printable
 from triplane.proto import federation_pb2 as pb

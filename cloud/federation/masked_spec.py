@@ -51,7 +51,6 @@ def fill_masking(spec: pb.Spec, *, quorum: int) -> None:
             f"phase_s is above 0 and at most {MAX_PHASE_S:g} s, got {masking.phase_s:g}"
         )
     _fill_parameters(masking, devices, max(quorum, masking.least))
-    _check_norm_bound(spec.robustness.norm_bound)
 
 
 def masking_text(spec: pb.Spec) -> str:
@@ -143,7 +142,11 @@ def _fill_parameters(masking: pb.MaskedRounds, devices: int, fewest: int) -> Non
         )
 
 
-def _check_norm_bound(text: str) -> None:
+def check_norm_bound(spec: pb.Spec) -> None:
+    """Raise InvalidInput unless a masked run has a number that bounds the norm of updates."""
+    if not spec.HasField("masking"):
+        return
+    text = spec.robustness.norm_bound
     try:
         bound = float(text)
     except ValueError:

@@ -2,8 +2,9 @@
 
 In a run with differential privacy a device whose update counted in round r, also if that round was
 given up, is not asked again before round r + `separation`; it may be asked for r itself again,
-which still publishes one sum. In masked rounds that holds once it was asked for its masked input. Once it took part in `most_uses` rounds, it is never asked again. The
-first round waits until as many devices are known as rounds of different devices need.
+which still publishes one sum. In masked rounds that holds once it was asked for its masked input.
+Once it took part in `most_uses` rounds, it is never asked again. The first round waits until as
+many devices are known as rounds of different devices need.
 """
 
 from __future__ import annotations
