@@ -3,6 +3,7 @@
 import asyncio
 import json
 import secrets
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 def request(**noise):
-    stated = {"placement": "distributed", "clip": CLIP, "epsilon": 4.0} | noise
+    stated: dict[str, Any] = {"placement": "distributed", "clip": CLIP, "epsilon": 4.0} | noise
     return masked_request(
         len(NAMES), norm=CLIP, model="wide@1", rounds=ROUNDS, colluding_share=0.25, lost_share=0.0,
         noise=pb.Noise(**stated),

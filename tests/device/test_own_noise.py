@@ -95,7 +95,7 @@ def test_a_device_declines_noise_that_does_not_cover_its_update(tmp_path):
     assert not (tmp_path / "ann" / "privacy.json").exists(), "nothing left, nothing is charged"
 
 
-CASES = (
+CASES: tuple[tuple[dict, float], ...] = (
     ({}, CLIP),  # the plan has a float buffer
     ({}, 2 * CLIP),
     ({"own_std": 0.0}, CLIP),
