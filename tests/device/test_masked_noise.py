@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.cloud.federation.given import ended, model_bytes
+from click.testing import CliRunner
+from tests.cloud.federation.given import POPULATION, ended, model_bytes
 from tests.cloud.federation.masked import masked_request
 from tests.device.devices import client_of, cloud_of, taking_part
 from tests.support.deadlines import within
 
+from triplane.cloud.cli.federate import command
 from triplane.cloud.cli.runs import run_text
-from triplane.cloud.federation.masked_spec import least_and_honest, masking_text, round_encoding
+from triplane.cloud.federation.masked_spec import least_and_honest, round_encoding
 from triplane.cloud.registry import Push
 from triplane.proto import federation_pb2 as pb
 from triplane.unified_ir.convert.conversion import read_model
@@ -98,13 +100,25 @@ def check_noise(run, moved):
         assert abs(deviations(moved, published * wrong)) > FAR
 
 
-def test_the_first_lines_say_whom_the_noise_protects_from(tmp_path):
+def test_the_command_line_says_first_whom_the_noise_protects_from_and_then_what_it_spent(tmp_path):
+    argv = (
+        "run", "tiny", "--population", POPULATION, "--rounds", "2", "--devices", "4",
+        "--quorum", "1", "--steps", "2", "--mask", "--least-cohort", "3", "--lost-share", "0",
+        "--colluding-share", "0.25", "--noise", "distributed", "--epsilon", "4", "--clip", "0.125",
+    )  # fmt: skip
+
     async def story():
         async with cloud_of(tmp_path) as cloud:
-            asked = request()
-            asked.spec.model = "tiny@1"
-            return (await cloud.federation.begin(asked, by="operator")).spec
+            clients = [await client_of(cloud, tmp_path, n, i) for i, n in enumerate(NAMES)]
+            async with taking_part(*clients):
+                verb = [*argv, "--identity", str(tmp_path / "home" / "operator")]
+                return await asyncio.to_thread(CliRunner().invoke, command, verb)
 
-    text = masking_text(within(story()))
-    assert "enough while 2 devices of a sum are honest: epsilon 4 at delta 1e-05" in text
-    assert text.endswith("and against the cloud")
+    said = within(story())
+    assert said.exit_code == 0, said.output
+    first, rest = said.output.split("[", 1)
+    assert "masking for 4 devices" in first
+    assert "enough while 2 devices of a sum are honest: epsilon 4 at delta 1e-05" in first
+    assert first.rstrip().endswith("and against the cloud")
+    assert "epsilon 4 of 4 spent at delta 1e-05 for one device" in rest
+    assert "result tiny@2" in rest
