@@ -1,5 +1,7 @@
 """The noise that a device adds in a masked round: sized, charged, drawn once, and refused."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from tests.device.stage import client_at, lease, serving, staged
@@ -7,8 +9,9 @@ from tests.federated.core import plans
 from tests.support.deadlines import within
 from tests.support.masked_rounds import MaskedRound
 
-from triplane.device.masked_rounds import OwnNoise
+from triplane.device.masked_rounds import OwnNoise, _Agreed
 from triplane.device.privacy_account import NoiseTask
+from triplane.device.tasks import Blob, Task
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import Conflict, InvalidInput
 from triplane.unified_ir.federated.masking.encoding import EncodedSection, range_for
@@ -61,6 +64,27 @@ def test_without_a_charge_nothing_is_added():
     with pytest.raises(Conflict, match="above this device's"):
         own(charge=refused).add(vectors)
     assert (vectors[0] == 127).all()
+
+
+def test_noise_that_changes_between_two_steps_is_another_round():
+    def agreed(noise):
+        asked = MaskedRound("0" * 16, 1, bytes(32), parameters=500, buffers=0, encoding={"cap": 1})
+        task = Task(
+            kind="learn", lease="00" * 16, plan=Blob(bytes(32), 1), state=Blob(bytes(32), 1),
+            work=plans.WORK, until_s=0.0, noise=noise, step="keys",
+            document=pb.Task(masking=asked.step()),
+        )  # fmt: skip
+        return _Agreed.of(task, bytes(32))
+
+    event = NoiseEvent(5.0, 1, CONCENTRATED)
+    first = NoiseTask(clip=CLIP, event=event, variance=900)
+    assert agreed(first) == agreed(replace(first))
+    for other in (
+        None,
+        replace(first, variance=899),
+        replace(first, event=replace(event, noise_multiplier=6.0)),
+    ):
+        assert agreed(first) != agreed(other)
 
 
 TERMS = {"clip": CLIP, "multiplier": 5.0, "separation": 1, "delta": 1e-5, "own_std": 400.0}
