@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import grpc
@@ -21,6 +22,7 @@ import numpy.typing as npt
 from triplane.device.home import DeviceHome
 from triplane.device.masking_ledger import LedgerFile
 from triplane.device.memory import UNSYNCED, drop
+from triplane.device.privacy_account import NoiseTask, PrivacyAccount
 from triplane.device.stopping import StopToken
 from triplane.device.tasks import KEYS, Task
 from triplane.proto import federation_pb2 as pb
@@ -33,8 +35,10 @@ from triplane.unified_ir.federated.core.learn import BUFFER, PARAMETER, shared
 from triplane.unified_ir.federated.masking import (
     EcdsaSigner,
     EcdsaVerifier,
+    EncodedSection,
     MaskedField,
     MaskingDevice,
+    MaskingParameters,
     MaskingTerms,
     UpdateEncoding,
     roster_verifier,
@@ -42,6 +46,8 @@ from triplane.unified_ir.federated.masking import (
 )
 from triplane.unified_ir.federated.masking.fields import Vector
 from triplane.unified_ir.federated.masking.messages import MaskedInput
+from triplane.unified_ir.federated.masking.noise import noise_of, rounded, with_noise
+from triplane.unified_ir.federated.privacy.distributed import DistributedNoise
 
 MAX_OPEN: Final = 8
 """Masked rounds that a device takes part in at the same time."""
@@ -80,7 +86,8 @@ class CohortVerifier:
 class MaskedRound:
     """One round. names: the tensors of each section of an update, in the order of their entries.
 
-    vectors: the update as integers. identity_key: the public key of this device, in DER.
+    vectors: the update as integers, with noise from the step `mask` on. noise: what this device
+    adds to them, or None. identity_key: the public key of this device, in DER.
     """
 
     agreed: _Agreed
@@ -90,7 +97,51 @@ class MaskedRound:
     device: MaskingDevice
     verifier: CohortVerifier
     identity_key: bytes
+    noise: OwnNoise | None = None
     vectors: list[Vector] = field(default_factory=list)
+
+
+class OwnNoise:
+    """The noise that a device adds in one round: drawn once, and charged before the update leaves.
+
+    It is enough for the event that the device charges if a sum that is revealed contains as many
+    honest devices as the terms count on.
+    """
+
+    def __init__(
+        self, task: NoiseTask, section: EncodedSection, charge: Callable[[], None]
+    ) -> None:
+        """Take the parsed terms, and what charges the use of this lease durably."""
+        self._task, self._section, self._charge = task, section, charge
+        self._is_added = False
+
+    def of_sum(self, honest: int) -> DistributedNoise:
+        """Return the noise if so many honest devices add theirs."""
+        return noise_of(self._section, self._task.clip, self._task.variance, honest)
+
+    def check(self, parameters: MaskingParameters) -> None:
+        """Raise InvalidInput unless a cohort's noise is what the round is said to cost."""
+        honest = parameters.least - parameters.colluding
+        multiplier = self.of_sum(honest).noise_multiplier
+        if multiplier < self._task.event.noise_multiplier:
+            raise InvalidInput(
+                f"the noise of {honest} honest devices of a cohort of {parameters.devices} has the "
+                f"multiplier {multiplier:.6g}, and the task says "
+                f"{self._task.event.noise_multiplier:.6g}; this device adds no less than it charges"
+            )
+
+    def rounded(
+        self, encoding: UpdateEncoding, sections: Sequence[npt.NDArray[np.float32]]
+    ) -> tuple[Vector, ...]:
+        """Return a clipped update as integers within the bound that the noise is sized for."""
+        return rounded(encoding, sections, self.of_sum(1))
+
+    def add(self, vectors: list[Vector]) -> None:
+        """Charge the use, then add the noise to the integers unless it was added before."""
+        self._charge()
+        if not self._is_added:
+            vectors[0] = with_noise(vectors[0], self.of_sum(1))
+            self._is_added = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +151,14 @@ class _Agreed:
     terms: MaskingTerms
     encoding: bytes
     plan: bytes
+    noise: NoiseTask | None
 
     @classmethod
     def of(cls, task: Task, base: bytes) -> _Agreed:
         step, work = task.document.masking, task.work
         terms = wire.terms_of(step.terms, run=work.run, round_=work.round, base=base)
         encoding = step.encoding.SerializeToString(deterministic=True)
-        return cls(terms, encoding, task.plan.sha256)
+        return cls(terms, encoding, task.plan.sha256, task.noise)
 
 
 class MaskedRounds:
@@ -117,9 +169,10 @@ class MaskedRounds:
         home: DeviceHome,
         channel: Callable[[], grpc.Channel],
         roster: NewestRoster,
+        account: PrivacyAccount,
     ) -> None:
         """Take where the newest roster is; without one, the cloud's word counts."""
-        self._home, self._channel, self._roster = home, channel, roster
+        self._home, self._channel, self._roster, self._account = home, channel, roster, account
         self._ledger = LedgerFile(home.masking_ledger)
         self._open: dict[str, MaskedRound] = {}
         self._refused: dict[str, str] = {}
@@ -138,7 +191,7 @@ class MaskedRounds:
                 f"rounds at a time, it is in {len(self._open)}"
             )
         agreed = _Agreed.of(task, base)
-        names, norms, encoding = _encoding_of(task.document.masking.encoding, like, roles)
+        names, norms, encoding = _encoding_of(task, agreed.terms.least, like, roles)
         _check_fields(agreed.terms.fields, encoding.fields)
         signer = EcdsaSigner.from_pem(self._home.identity.key_pem)
         verifier = CohortVerifier(self._roster)
@@ -156,7 +209,15 @@ class MaskedRounds:
             ),
             verifier=verifier,
             identity_key=signer.public_der,
+            noise=self._own_noise(task, encoding),
         )
+
+    def _own_noise(self, task: Task, encoding: UpdateEncoding) -> OwnNoise | None:
+        noise, work = task.noise, task.work
+        if noise is None:
+            return None
+        charge = partial(self._account.charge, work.run, work.round, task.lease, noise)
+        return OwnNoise(noise, encoding.sections[0], charge)
 
     def advertise(
         self, task: Task, masked: MaskedRound, change: MutableMapping[str, Array], examples: int
@@ -166,7 +227,11 @@ class MaskedRounds:
             _clipped(change, names, norm)
             for names, norm in zip(masked.names, masked.norms, strict=True)
         ]
-        masked.vectors.extend(_smallest(masked.encoding.encode(sections, examples)))
+        if masked.noise is None:
+            vectors = masked.encoding.encode(sections, examples)
+        else:
+            vectors = masked.noise.rounded(masked.encoding, sections)
+        masked.vectors.extend(_smallest(vectors))
         self._open[task.lease] = masked
         keys = wire.advertisement_message(masked.device.advertise(), masked.identity_key)
         return task.contribution(masked=pb.MaskingAnswer(keys=keys))
@@ -226,12 +291,16 @@ class MaskedRounds:
 def _share(masked: MaskedRound, step: pb.MaskingStep) -> pb.MaskingAnswer:
     cohort, keys = wire.cohort_of(step.share)
     # The number first: thousands of keys of a cohort that is refused would cost time.
-    masked.agreed.terms.parameters(len(keys))
+    parameters = masked.agreed.terms.parameters(len(keys))
+    if masked.noise is not None:
+        masked.noise.check(parameters)
     masked.verifier.use(keys)
     return pb.MaskingAnswer(shares=wire.shares_message(masked.device.share(cohort)))
 
 
 def _mask(masked: MaskedRound, step: pb.MaskingStep) -> MaskedInput:
+    if masked.noise is not None:
+        masked.noise.add(masked.vectors)
     return masked.device.mask(wire.delivery_of(step.mask), masked.vectors)
 
 
@@ -258,16 +327,25 @@ assert KEYS not in _ANSWERS
 
 
 def _encoding_of(
-    message: pb.MaskingEncoding, like: Mapping[str, Array], roles: Mapping[str, str]
+    task: Task, least: int, like: Mapping[str, Array], roles: Mapping[str, str]
 ) -> tuple[tuple[tuple[str, ...], ...], tuple[float, ...], UpdateEncoding]:
     """Return the names and the norm of each section, and the encoding."""
+    message, noise = task.document.masking.encoding, task.noise
+    if noise is not None and message.norm != noise.clip:
+        raise InvalidInput(
+            f"the integers of an update with noise are scaled by the norm {noise.clip:g} to which "
+            f"it is clipped, the encoding says {message.norm:g}"
+        )
     floats = [name for name in shared(roles) if np.issubdtype(like[name].dtype, np.floating)]
     kinds = {
         role: tuple(name for name in floats if roles[name] == role) for role in (PARAMETER, BUFFER)
     }
     sizes = {role: sum(like[name].size for name in names) for role, names in kinds.items()}
     norms = {PARAMETER: message.norm, BUFFER: message.buffer_norm}
-    encoding = wire.encoding_of(message, sizes[PARAMETER], sizes[BUFFER])
+    variance = 0 if noise is None else noise.variance
+    encoding = wire.encoding_of(
+        message, sizes[PARAMETER], sizes[BUFFER], variance=variance, least=least
+    )
     used = [role for role in kinds if sizes[role]]
     return tuple(kinds[role] for role in used), tuple(norms[role] for role in used), encoding
 

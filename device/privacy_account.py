@@ -27,31 +27,55 @@ from triplane.unified_ir.federated.privacy.budget import DeviceBudget
 from triplane.unified_ir.federated.privacy.clipping import check_norm
 
 MAX_FILE_BYTES: Final = 64 << 20
+MAX_STD: Final = 2.0**25
+"""Largest deviation of the device's own noise, in steps of its integers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseTask:
     """What a task asks of the device's change, and what the round costs it.
 
-    clip: the norm to which the change is clipped. event: one use.
+    clip: the norm to which the change is clipped. event: one use. variance: of the noise that the
+    device adds to each of its masked integers, in steps squared; 0: the cloud adds the noise.
     """
 
     clip: float
     event: NoiseEvent
+    variance: int = 0
 
 
-def noise_task(message: pb.NoiseTerms) -> NoiseTask:
-    """Parse what a cloud asks for. InvalidInput: a value is out of range."""
+def noise_task(message: pb.NoiseTerms, *, masked: bool) -> NoiseTask:
+    """Parse what a cloud asks for. InvalidInput: a value is out of range.
+
+    masked: whether the update is masked; then, and only then, the device adds the noise.
+    """
     check_norm(message.clip)
     check_delta(message.delta)
-    if message.own_std:
+    if message.own_std and not masked:
         raise InvalidInput(
-            "this device adds no noise of its own: an update in the clear would be hidden by its "
-            "noise alone, and masked rounds do not add it yet"
+            "this device adds no noise of its own to an update in the clear, which its noise alone "
+            "would not hide; the task states a deviation of "
+            f"{message.own_std:g} steps and no masking"
         )
+    if masked and not message.own_std:
+        raise InvalidInput(
+            "this device relies on no noise of the cloud in masked rounds, where the integers are "
+            "longer than what was clipped; the task states none for the device to add"
+        )
+    if message.own_std and message.clip_bit:
+        raise InvalidInput("a masked update has no clipping bit, and the task asks for one")
     law = CONCENTRATED if message.own_std else GAUSSIAN
     event = NoiseEvent(message.multiplier, 1, law, message.separation)
-    return NoiseTask(clip=message.clip, event=event)
+    return NoiseTask(clip=message.clip, event=event, variance=_variance(message.own_std))
+
+
+def _variance(std: float) -> int:
+    if std and not 1 <= std <= MAX_STD:
+        raise InvalidInput(
+            f"a device's own noise has a deviation of 1 to {MAX_STD:g} steps, got {std:g}"
+        )
+    # Variances are whole, and the root of one in float64 leads back to it.
+    return round(std * std)
 
 
 class PrivacyAccount:

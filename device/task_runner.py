@@ -288,7 +288,7 @@ class TaskRunner:
             # Imported here: cryptography takes 14 MB that a device without masking need not hold.
             from triplane.device.masked_rounds import MaskedRounds
 
-            self._masking = MaskedRounds(self._home, self._channel, self._roster)
+            self._masking = MaskedRounds(self._home, self._channel, self._roster, self._privacy)
         return self._masking
 
     def _roster(self) -> Roster | None:

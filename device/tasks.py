@@ -192,12 +192,8 @@ def _learns(task: Task, message: pb.Task, _max_blob_bytes: int) -> Task:
     keep = learn.keep or 1.0
     # Constructed only to validate its arguments.
     Compressor(learn.compression, keep=keep)
-    noise = noise_task(message.noise) if message.HasField("noise") else None
-    if noise is not None and message.HasField("masking"):
-        raise InvalidInput(
-            "this device knows no noise for masked updates, whose integers are longer than what "
-            "was clipped; the task asks for both"
-        )
+    masked = message.HasField("masking")
+    noise = noise_task(message.noise, masked=masked) if message.HasField("noise") else None
     if noise is not None and learn.compression:
         raise InvalidInput(
             "a change that is clipped for differential privacy is not compressed, which may make "

@@ -721,7 +721,7 @@ class Round(_message.Message):
     lost: _builtins.int
     """Left, or silent until the deadline."""
     loss: _builtins.float
-    """Mean over the counted devices, weighted by their examples."""
+    """Mean over the counted devices, weighted by their examples; 0 if it is not known."""
     bytes_down: _builtins.int
     bytes_up: _builtins.int
     given_up: _builtins.str

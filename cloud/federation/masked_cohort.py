@@ -23,6 +23,8 @@ from triplane.unified_ir.federated.masking import (
     UpdateEncoding,
     wire,
 )
+from triplane.unified_ir.federated.masking.noise import noise_length
+from triplane.unified_ir.federated.privacy.distributed import DistributedNoise
 
 Floats = npt.NDArray[np.float32]
 FIELD_OF: Final[Mapping[MaskedStep, str]] = {
@@ -70,12 +72,16 @@ class _AdvertisedKeys:
 
 
 class MaskedCohort:
-    """One masked round. norms: largest norm of each section of the encoding."""
+    """One masked round. norms: largest norm of each section of the encoding. noise: of a device."""
 
     def __init__(
-        self, terms: MaskingTerms, encoding: UpdateEncoding, norms: tuple[float, ...]
+        self,
+        terms: MaskingTerms,
+        encoding: UpdateEncoding,
+        norms: tuple[float, ...],
+        noise: DistributedNoise | None = None,
     ) -> None:
-        self._encoding, self._norms = encoding, norms
+        self._encoding, self._norms, self._noise = encoding, norms, noise
         self._known, self._identities = _AdvertisedKeys(), dict[str, bytes]()
         self._cloud = MaskingCloud(terms, verifier=self._known)
         self._names: dict[str, str] = {}  # pseudonyms by device
@@ -195,7 +201,10 @@ class MaskedCohort:
             # By its weight: one device that takes from the masked sum of weights what the others
             # gave would lengthen the mean by as much.
             length = float(np.linalg.norm(mean.astype(np.float64)))
-            most = norm + section.error_bound(devices) * self._encoding.cap / weight
+            rounding = section.error_bound(devices)
+            if self._noise is not None:
+                rounding += section.step * noise_length(self._noise, devices)
+            most = norm + rounding * self._encoding.cap / weight
             if not length <= most:
                 raise Corrupt(
                     f"the mean of {devices} masked updates has the norm {length:.4g}; updates of "

@@ -18,6 +18,7 @@ import numpy as np
 from triplane.cloud.federation.journal import RunRecord
 from triplane.cloud.federation.live import MakeEvent
 from triplane.cloud.federation.masked_cohort import CohortMean, GivenAnswer, MaskedCohort
+from triplane.cloud.federation.masked_spec import RoundEncoding, round_encoding
 from triplane.cloud.federation.run_projection import RunProjection, Turn, turn_of
 from triplane.cloud.federation.update_store import UpdateStore, printable
 from triplane.proto import federation_pb2 as pb
@@ -35,8 +36,8 @@ from triplane.unified_ir.federated.core.run import (
     Lease,
     RunState,
 )
-from triplane.unified_ir.federated.masking import MaskingTerms, UpdateEncoding, wire
-from triplane.unified_ir.federated.masking.encoding import LEVEL_BITS, MAX_CAP
+from triplane.unified_ir.federated.masking import MaskingTerms, wire
+from triplane.unified_ir.federated.masking.encoding import MAX_CAP
 from triplane.unified_ir.federated.masking.integers import packed_bytes
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class RoundTerms:
     """What a round's devices agree on. norms: of each section. message: without `asks`."""
 
     terms: MaskingTerms
-    encoding: UpdateEncoding
+    encoding: RoundEncoding
     norms: tuple[float, ...]
     message: pb.MaskingStep
 
@@ -179,7 +180,8 @@ class MaskedCohorts:
         known, round_ = self._of(record, state), state.round
         assert round_ is not None
         terms = known.terms
-        cohort = MaskedCohort(terms.terms, terms.encoding, terms.norms)
+        encoding = terms.encoding
+        cohort = MaskedCohort(terms.terms, encoding.parsed, terms.norms, encoding.noise)
         for step in STEPS:
             taken = [x for x in round_.leases if has_taken(x, step) and answer_of(x, step)]
             if taken:
@@ -205,29 +207,28 @@ class MaskedCohorts:
         parameters, buffers = (
             sum(int(np.prod(like[name][1])) for name in names) for names in _sections(record, like)
         )
-        norm = float(spec.robustness.norm_bound)
-        encoding = pb.MaskingEncoding(
-            norm=norm,
-            buffer_norm=norm,
-            bits=LEVEL_BITS,
+        encoding = round_encoding(
+            spec,
+            parameters=parameters,
+            buffers=buffers,
             cap=_cap(record, round_.masked.cap),
             seed=_seed(state),
         )
-        parsed = wire.encoding_of(encoding, parameters, buffers)
         masking = spec.masking
         terms = MaskingTerms(
             run=record.id,
             base=bytes.fromhex(state.shared),
             round=round_.number,
             attempt=round_.attempt,
-            fields=parsed.fields,
+            fields=encoding.parsed.fields,
             least=masking.least,
             lost_share=masking.lost_share,
             colluding_share=masking.colluding_share,
             failure=masking.failure,
         )
-        message = pb.MaskingStep(terms=wire.terms_message(terms), encoding=encoding)
-        return RoundTerms(terms, parsed, (norm,) * len(parsed.sections), message)
+        message = pb.MaskingStep(terms=wire.terms_message(terms), encoding=encoding.message)
+        norms = (encoding.message.norm,) * len(encoding.parsed.sections)
+        return RoundTerms(terms, encoding, norms, message)
 
     def _like(self, record: RunRecord) -> Like:
         if record.id not in self._likes:
@@ -264,7 +265,7 @@ def _sections(record: RunRecord, like: Like) -> tuple[tuple[str, ...], tuple[str
 def _cap(record: RunRecord, offered: int) -> int:
     """Return the examples that count at most; 1 where devices count alike."""
     assert record.prepared is not None
-    if record.prepared.weighting == "equal":
+    if record.prepared.weighting == "equal" or record.spec.HasField("noise"):
         return 1
     return min(record.spec.robustness.max_examples or offered, MAX_CAP)
 

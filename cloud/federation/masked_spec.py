@@ -1,16 +1,18 @@
-"""What a masked run demands of its `Spec`, and the defaults of `MaskedRounds`."""
+"""What a masked run demands of its `Spec`, the defaults of `MaskedRounds`, and its encoding."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.masked_step import PHASE_S
-from triplane.unified_ir.federated.core.pipeline import pipeline_row
 
 if TYPE_CHECKING:
+    from triplane.unified_ir.federated.masking.encoding import UpdateEncoding
     from triplane.unified_ir.federated.masking.parameters import MaskingParameters
+    from triplane.unified_ir.federated.privacy.distributed import DistributedNoise
 
 MAX_MASKED_COHORT: Final = 1000
 """Largest number of devices in a masked round: the list of their keys is one message of 0.3 MB, and
@@ -20,7 +22,6 @@ COLLUDING_SHARE: Final = 0.1
 MAX_PHASE_S: Final = 86_400.0
 LEAST_NORM: Final = 1e-6
 MOST_NORM: Final = 1e6
-MEAN: Final = "mean"
 
 
 def fill_masking(spec: pb.Spec, *, quorum: int) -> None:
@@ -53,13 +54,66 @@ def fill_masking(spec: pb.Spec, *, quorum: int) -> None:
     _fill_parameters(masking, devices, max(quorum, masking.least))
     if is_asked:
         _check_losses(masking, devices)
-    _check_composes(spec)
-    _check_norm_bound(spec.robustness.norm_bound)
 
 
 def masking_text(spec: pb.Spec) -> str:
     """Describe the masking of a run whose defaults are filled in, for a full cohort."""
-    return _parameters(spec.masking, spec.cohort.devices).text()
+    text, noise = _parameters(spec.masking, spec.cohort.devices).text(), spec.noise
+    if not spec.HasField("noise"):
+        return text
+    _, honest = least_and_honest(spec) or (0, 0)
+    return (
+        f"{text}\ndevices add the noise themselves, enough while {honest} devices of a sum are "
+        f"honest: epsilon {noise.epsilon:g} at delta {noise.delta:g} holds for one device against "
+        "whoever sees the models, and against the cloud"
+    )
+
+
+def least_and_honest(spec: pb.Spec) -> tuple[int, int] | None:
+    """Return the fewest devices in a sum and how many of them are honest; None without masking.
+
+    Of a full cohort: a smaller one has no more colluders.
+    """
+    if not spec.HasField("masking"):
+        return None
+    chosen = _parameters(spec.masking, spec.cohort.devices)
+    return chosen.least, chosen.least - chosen.colluding
+
+
+@dataclass(frozen=True, slots=True)
+class RoundEncoding:
+    """How the devices of a round encode their updates. noise: of each device, or None."""
+
+    message: pb.MaskingEncoding
+    parsed: UpdateEncoding
+    noise: DistributedNoise | None
+
+    @property
+    def own_std(self) -> float:
+        """Deviation of each device's noise, in steps; 0 without."""
+        return 0.0 if self.noise is None else float(self.noise.variance**0.5)
+
+
+def round_encoding(
+    spec: pb.Spec, *, parameters: int, buffers: int, cap: int, seed: int
+) -> RoundEncoding:
+    """Return the encoding of updates with so many entries. InvalidInput: the noise does not fit."""
+    from triplane.unified_ir.federated.masking import wire
+    from triplane.unified_ir.federated.masking.encoding import LEVEL_BITS
+    from triplane.unified_ir.federated.masking.noise import noise_for
+
+    norm = float(spec.robustness.norm_bound)
+    message = pb.MaskingEncoding(
+        norm=norm, buffer_norm=norm, bits=LEVEL_BITS, cap=cap, seed=seed
+    )  # fmt: skip
+    parsed, counts = wire.encoding_of(message, parameters, buffers), least_and_honest(spec)
+    if not spec.HasField("noise") or counts is None:
+        return RoundEncoding(message, parsed, None)
+    noise = noise_for(parsed.sections[0], norm, spec.noise.multiplier, counts[1])
+    parsed = wire.encoding_of(
+        message, parameters, buffers, variance=noise.variance, least=spec.masking.least
+    )
+    return RoundEncoding(message, parsed, noise)
 
 
 def _parameters(masking: pb.MaskedRounds, cohort: int) -> MaskingParameters:
@@ -101,28 +155,11 @@ def _check_losses(masking: pb.MaskedRounds, devices: int) -> None:
         )
 
 
-def _check_composes(spec: pb.Spec) -> None:
-    from triplane.unified_ir.federated.algorithms import algorithm
-
-    mask = pipeline_row("mask")
-    names = [spec.compression, *spec.robustness.aggregator.split("+")]
-    if spec.HasField("flower"):
-        names += ["flower-app"] if spec.flower.app else ["flower-strategy"]
-    for name in names:
-        if name in {"", MEAN}:
-            continue
-        row = pipeline_row(name)
-        if (reason := row.refusal(mask, ()) or mask.refusal(row, ())) is not None:
-            raise InvalidInput(f"{name!r} does not compose with masking: {reason}")
-    if algorithm(spec.algorithm).by_share:
-        raise InvalidInput(
-            f"{spec.algorithm} does not compose with masking: its control variates would be "
-            "clipped to the norm of an update, and 8 bits are too few for them; choose another "
-            "algorithm"
-        )
-
-
-def _check_norm_bound(text: str) -> None:
+def check_norm_bound(spec: pb.Spec) -> None:
+    """Raise InvalidInput unless a masked run has a number that bounds the norm of updates."""
+    if not spec.HasField("masking"):
+        return
+    text = spec.robustness.norm_bound
     try:
         bound = float(text)
     except ValueError:

@@ -38,6 +38,7 @@ class TaskFiles:
 
     inline: the state's bytes, if they are sent with the task. inline_bytes: largest update, in
     bytes, that the device may send within its contribution. masking: the step of a masked round.
+    own_std: deviation of the noise that the device adds to its masked integers, 0 for none.
     """
 
     plan: pb.Blob
@@ -46,6 +47,7 @@ class TaskFiles:
     inline: bytes = b""
     inline_bytes: int = 0
     masking: pb.MaskingStep | None = None
+    own_std: float = 0.0
 
 
 def run_message(
@@ -186,7 +188,7 @@ def task_message(
         task.evaluate.CopyFrom(pb.Evaluate(steps=spec.hyperparameters.inner_steps))
     else:
         task.learn.CopyFrom(pb.Learn(compression=spec.compression, keep=spec.keep))
-        if (terms := noise_terms(spec, state)) is not None:
+        if (terms := noise_terms(spec, state, files.own_std)) is not None:
             task.noise.CopyFrom(terms)
         is_clear = not (spec.HasField("flower") or spec.HasField("masking"))
         task.takes_vector = is_clear and not spec.compression

@@ -7,6 +7,9 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from triplane.cloud.federation.masked_spec import least_and_honest
 from triplane.cloud.federation.noise_store import NoiseStore
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import InvalidInput
@@ -29,7 +32,6 @@ from triplane.unified_ir.federated.privacy.report import (
 from triplane.unified_ir.federated.privacy.settings import (
     CENTRAL,
     CLIP,
-    DISTRIBUTED,
     QUANTILE,
     DifferentialPrivacy,
 )
@@ -57,10 +59,10 @@ def privacy_of(spec: pb.Spec) -> DifferentialPrivacy | None:
     )
 
 
-def fill_noise(spec: pb.Spec, robustness: Robustness) -> None:
+def fill_noise(spec: pb.Spec) -> None:
     """Check a spec's noise, and fill in what follows from it. InvalidInput names what is wrong.
 
-    The spec's rounds and cohort are filled in before. robustness: as it was asked for.
+    The spec's rounds are filled in before. Whether it composes is checked last; see `check_rows`.
     """
     privacy = privacy_of(spec)
     if privacy is None:
@@ -68,30 +70,18 @@ def fill_noise(spec: pb.Spec, robustness: Robustness) -> None:
     noise = spec.noise
     if noise.clip_quantile and not noise.adaptive:
         raise InvalidInput("clip_quantile belongs to adaptive clipping; state it or leave it out")
-    if privacy.placement == DISTRIBUTED:
-        raise InvalidInput(
-            "noise of devices hides nothing before it is summed under masking, and runs of this "
-            "version do not add it there yet; use central noise, or try it in a study (triplane "
-            "federate simulate --mask --noise distributed)"
-        )
-    if spec.HasField("masking"):
-        raise InvalidInput(
-            "the cloud does not add noise to sums under masking yet, because it cannot clip what "
-            "it does not see, and the integers of masked updates are longer than what was clipped; "
-            "leave masking or noise out"
-        )
     privacy = privacy.resolved(spec.rounds)
     budget = privacy.budget()
     if not budget.most_rounds(spec.rounds):
         raise InvalidInput(no_round_fits(budget))
-    noise.placement, noise.clip, noise.separation = CENTRAL, privacy.clip, privacy.separation
+    noise.placement, noise.clip = privacy.placement, privacy.clip
+    noise.separation = privacy.separation
     noise.epsilon, noise.delta, noise.multiplier = (
         privacy.epsilon,
         privacy.delta,
         privacy.multiplier,
     )
     noise.clip_quantile = privacy.quantile
-    check_rows(spec, robustness)
     _fill_limits(spec.robustness, privacy)
 
 
@@ -108,7 +98,10 @@ def _fill_limits(limits: pb.Robustness, privacy: DifferentialPrivacy) -> None:
 
 
 def check_rows(spec: pb.Spec, robustness: Robustness, *, buffers: bool = False) -> None:
-    """Raise InvalidInput unless what the run demands composes; see `core.pipeline`."""
+    """Raise InvalidInput unless what a run with noise or masking demands composes.
+
+    All defaults are filled in before; see `core.pipeline`.
+    """
     from triplane.unified_ir.federated.algorithms.composition import check_composition
 
     check_composition(
@@ -118,6 +111,7 @@ def check_rows(spec: pb.Spec, robustness: Robustness, *, buffers: bool = False) 
         keep=spec.keep or 1.0,
         robustness=robustness,
         privacy=privacy_of(spec),
+        masked=least_and_honest(spec),
         strategy=spec.HasField("flower"),
         app=spec.flower.app,
         buffers=buffers,
@@ -130,8 +124,11 @@ def check_tensors(spec: pb.Spec, state: Mapping[str, Array], frozen: Collection[
         check_release(privacy, state, frozen, spec.cohort.devices)
 
 
-def noise_terms(spec: pb.Spec, state: RunState) -> pb.NoiseTerms | None:
-    """Return what a device does with its update, and what the round costs it; None for nothing."""
+def noise_terms(spec: pb.Spec, state: RunState, own_std: float) -> pb.NoiseTerms | None:
+    """Return what a device does with its update, and what the round costs it; None for nothing.
+
+    own_std: deviation of the noise that it adds to its integers, 0 for none.
+    """
     privacy = privacy_of(spec)
     if privacy is None:
         return None
@@ -141,8 +138,21 @@ def noise_terms(spec: pb.Spec, state: RunState) -> pb.NoiseTerms | None:
         separation=privacy.separation,
         most_uses=privacy.most_uses,
         delta=privacy.delta,
+        own_std=own_std,
         clip_bit=bool(privacy.quantile),
     )
+
+
+def published_change(
+    spec: pb.Spec, change: dict[str, Array], contributed: int, frozen: Collection[str]
+) -> dict[str, Array]:
+    """Return what a round publishes of the mean of `contributed` updates with noise of devices.
+
+    As with central noise, a missing device counts as zeros, and tensors that stay as they are lose
+    their noise.
+    """
+    share = contributed / spec.cohort.devices
+    return {n: np.zeros_like(x) if n in frozen else x * share for n, x in change.items()}
 
 
 def spent_by(spec: pb.Spec, state: RunState) -> PrivacySpent | None:

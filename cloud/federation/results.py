@@ -25,11 +25,13 @@ from triplane.cloud.federation.children import Children, Planned
 from triplane.cloud.federation.journal import Prepared, RunRecord
 from triplane.cloud.federation.live import MakeEvent, Write
 from triplane.cloud.federation.masked_cohorts import MaskedCohorts
+from triplane.cloud.federation.masked_spec import round_encoding
 from triplane.cloud.federation.noise_store import NoiseStore
 from triplane.cloud.federation.private_runs import (
     check_rows,
     check_tensors,
     privacy_of,
+    published_change,
     reduce_with_noise,
     spent_by,
 )
@@ -67,6 +69,7 @@ from triplane.unified_ir.federated.core.run import (
     Reduced,
     RunState,
 )
+from triplane.unified_ir.federated.privacy.release import entries_of, shapes_of
 
 if TYPE_CHECKING:
     from triplane.unified_ir.federated.algorithms.aggregators import Reduction
@@ -163,10 +166,14 @@ class Results:
         )
 
     def _check_noise(self, spec: pb.Spec, planned: Planned, state: bytes) -> None:
-        """Raise InvalidInput if the run's noise does not compose with the tensors that it has."""
+        """Raise InvalidInput if the run's noise does not go with the tensors that it has."""
         tensors = read_state(self._blobs.find(state), plan=planned.digest)
         check_rows(spec, robustness_of(spec), buffers=bool(sent_buffers(tensors, planned.roles)))
-        check_tensors(spec, tensors, planned.frozen)
+        if spec.HasField("masking"):
+            entries = entries_of(shapes_of(tensors))
+            round_encoding(spec, parameters=entries, buffers=0, cap=1, seed=0)
+        else:
+            check_tensors(spec, tensors, planned.frozen)
 
     async def reduce(
         self, record: RunRecord, projection: RunProjection, order: Reduce
@@ -237,11 +244,13 @@ class Results:
         if at_hand.masked is not None:
             # Devices kept the limits, and the sum was held to them when it was unmasked.
             change, mean = self._masked.mean(record, before)
+            if before.budget is not None:
+                change = published_change(spec, change, mean.devices, prepared.frozen)
             updates = [RoundUpdate(mean.weight, lambda: change)]
             limits = UNLIMITED
         else:
             updates = self._round_updates(record, order, like)
-        if before.budget is not None:
+        if before.budget is not None and at_hand.masked is None:
             return reduce_with_noise(
                 self.noise, spec, before, state, slots, updates, leases=order.leases,
                 frozen=prepared.frozen, server=row.server, hyper=hyper,

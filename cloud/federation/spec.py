@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
-from triplane.cloud.federation.masked_spec import fill_masking
-from triplane.cloud.federation.private_runs import fill_noise
+from triplane.cloud.federation.masked_spec import check_norm_bound, fill_masking
+from triplane.cloud.federation.private_runs import check_rows, fill_noise
 from triplane.cloud.registry.names import Reference, check_alias, check_name
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import InvalidInput
@@ -56,9 +56,12 @@ def with_defaults(asked: pb.Spec) -> pb.Spec:
     _count("evaluate_every", spec.evaluate_every, MAX_ROUNDS, least=0)
     _count("seed", spec.seed, MAX_SEED, least=0)
     _fill_compression(spec)
-    fill_noise(spec, robustness_of(spec))
+    fill_noise(spec)
     _fill_robustness(spec)
     fill_masking(spec, quorum=least_updates(spec.cohort.devices, spec.cohort.quorum))
+    if spec.HasField("noise") or spec.HasField("masking"):
+        check_rows(spec, robustness_of(spec))
+        check_norm_bound(spec)
     if spec.alias:
         check_alias(spec.alias)
     return spec

@@ -109,13 +109,16 @@ class WorkDocuments:
         data = self._small_state(run) if inline and learns and not spec.flower.app else b""
         if data:
             self.bytes_down(run).setdefault(name, len(data))
+        own_std = 0.0
         if masking is not None:
             self._count_step(run, name, masking)
+            own_std = self._masked.terms(run.record, state).encoding.own_std
         return messages.TaskFiles(
             self._blob(prepared.plan),
             self._blob(state.shared),
             self._blob(asked) if asked else None,
             masking=masking,
+            own_std=own_std,
             inline=data,
             inline_bytes=0 if spec.HasField("flower") else INLINE_BYTES,
         )

@@ -39,6 +39,7 @@ def _sign(home, version, keys):
 
 
 def copied(released, folder):
-    """A cloud of the test's own."""
-    shutil.copytree(released / "home", folder / "home")
+    """A cloud of the test's own, and its KEYS, which remember what they signed."""
+    for name in ("home", "keys"):
+        shutil.copytree(released / name, folder / name)
     return Home(folder / "home")

@@ -30,6 +30,10 @@ def terms(**changes):
                             **changes})  # fmt: skip
 
 
+def asked(*, masked=False, **changes):
+    return noise_task(terms(**changes), masked=masked)
+
+
 def account(folder, settings=LIMITED):
     """As a process that was just started has it."""
     home = DeviceHome(folder)
@@ -38,7 +42,7 @@ def account(folder, settings=LIMITED):
 
 
 def use(account, round_, run=RUN, name="", noise=None):
-    noise = noise or noise_task(terms(separation=1))
+    noise = noise or asked(separation=1)
     lease_ = name or f"lease {run} {round_}"
     account.check(run, round_, lease_, noise)
     account.charge(run, round_, lease_, noise)
@@ -59,7 +63,7 @@ def test_uses_add_up_over_runs_and_processes_until_the_device_declines(tmp_path)
 
 
 def test_a_repeated_charge_is_free_and_a_second_update_under_it_is_declined(tmp_path):
-    mine, noise = account(tmp_path), noise_task(terms())
+    mine, noise = account(tmp_path), asked()
     use(mine, 4, name="one", noise=noise)
     spent = mine.spent
     mine.charge(RUN, 4, "one", noise)
@@ -84,15 +88,15 @@ def test_a_charge_whose_name_was_not_synced_is_synced_before_the_update_leaves(
     monkeypatch.setattr(OsDisk, "sync_folder", sync_folder)
     for _ in range(2):
         with pytest.raises(Unavailable):
-            mine.charge(RUN, 1, "one", noise_task(terms()))
+            mine.charge(RUN, 1, "one", noise_task(terms(), masked=False))
     assert (tmp_path / "privacy.json").exists()
     failing[0] = False
-    mine.charge(RUN, 1, "one", noise_task(terms()))
+    mine.charge(RUN, 1, "one", noise_task(terms(), masked=False))
     assert synced == [tmp_path]
 
 
 def test_a_use_before_the_separation_is_over_is_declined(tmp_path):
-    noise = noise_task(terms(separation=3))
+    noise = asked(separation=3)
     use(account(tmp_path), 4, noise=noise)
     with pytest.raises(Conflict, match=r"round 6 .* in round 4, rests until round 7"):
         account(tmp_path).check(RUN, 6, "another", noise)
@@ -133,14 +137,14 @@ def test_a_damaged_file_stops_private_work_and_does_not_forget(tmp_path, text):
     (tmp_path / "privacy.json").write_bytes(text)
     for act in (mine.check, mine.charge):
         with pytest.raises(Corrupt, match="does not hold what this device has spent"):
-            act(RUN, 1, "one", noise_task(terms()))
+            act(RUN, 1, "one", asked())
     assert (tmp_path / "privacy.json").read_bytes() == text
 
 
 def test_another_process_that_charges_is_waited_for(tmp_path):
     mine = account(tmp_path)
     with lock_file(tmp_path / "privacy.lock"), pytest.raises(Unavailable, match="try again"):
-        mine.charge(RUN, 1, "one", noise_task(terms()))
+        mine.charge(RUN, 1, "one", asked())
     use(mine, 1)
 
 
@@ -155,12 +159,26 @@ def test_another_process_that_charges_is_waited_for(tmp_path):
         ({"separation": 2**31}, "separation"),
         ({"delta": 0.0}, "delta"),
         ({"own_std": 3.0}, "no noise of its own"),
+        ({"masked": True}, "no noise of the cloud in masked rounds"),
+        ({"masked": True, "own_std": 3.0, "clip_bit": True}, "no clipping bit"),
+        *(
+            ({"masked": True, "own_std": x}, "deviation of 1 to")
+            for x in (0.5, -3.0, 1e9, float("nan"), float("inf"))
+        ),
     ],
 )
 def test_impossible_terms_are_refused(changes, words):
-    assert isinstance(noise_task(terms()), NoiseTask)
+    assert isinstance(asked(), NoiseTask)
     with pytest.raises(InvalidInput, match=words):
-        noise_task(terms(**changes))
+        asked(**changes)
+
+
+def test_noise_of_the_device_is_a_variance_of_whole_steps_squared():
+    variances = (1, 2, 3, 12_345, 2**31 + 1, 2**50 - 1)
+    tasks = [asked(masked=True, own_std=v**0.5) for v in variances]
+    assert tuple(task.variance for task in tasks) == variances
+    assert {task.event.law for task in tasks} == {"concentrated"}
+    assert (asked().variance, asked().event.law) == (0, "gaussian")
 
 
 @pytest.mark.parametrize(
@@ -222,7 +240,7 @@ def test_a_device_clips_its_change_before_it_leaves_and_charges_it(tmp_path):
 def test_noise_with_compression_or_masking_is_declined():
     for changes, words in (
         ({"learn": pb.Learn(compression="int8")}, "not compressed"),
-        ({"masking": pb.MaskingStep()}, "no noise for masked updates"),
+        ({"masking": pb.MaskingStep()}, "no noise of the cloud in masked rounds"),
     ):
         message = pb.Task(**{"learn": pb.Learn(), "noise": terms(), **changes})
         task = Task(kind="learn", lease="00" * 16, plan=Blob(b"", 1), state=Blob(b"", 1),

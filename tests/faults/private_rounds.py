@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 from tests.cloud.federation.given import living
+from tests.cloud.federation.masked import masked_request
 from tests.faults.lab import LAB, NAMES, REAL, instant, strike
 from tests.faults.rounds import DEADLINE_S, again, counted
 
@@ -13,11 +14,13 @@ from triplane.cloud.federation.private_runs import privacy_of
 from triplane.cloud.federation.run_projection import follow
 from triplane.proto import federation_pb2 as pb
 from triplane.unified_ir.federated.core.files import read_state
-from triplane.unified_ir.federated.core.run import Arrived, Reduced
+from triplane.unified_ir.federated.core.masked_step import MaskedStep
+from triplane.unified_ir.federated.core.run import Arrived, Masked, Reduced
 from triplane.unified_ir.federated.privacy.release import RoundNoise, entries_of, release, shapes_of
 from triplane.unified_ir.runtime import Plan
 
 ROUNDS = 30
+MASKED_ROUNDS = 8
 CLIP = 0.5
 ALONE = {
     "model": "tiny@1", "rounds": ROUNDS,
@@ -37,6 +40,65 @@ def noise(*, bands=1):
     return pb.Noise(
         clip=CLIP, multiplier=5.0, epsilon=50.0, separation=bands, correlated=bands > 1
     )  # fmt: skip
+
+
+def masked():
+    """A masked run of all real devices, which add the noise themselves."""
+    own = pb.Noise(clip=CLIP, multiplier=5.0, epsilon=50.0, placement="distributed")
+    return masked_request(
+        len(REAL), norm=CLIP, model="tiny@1", population=LAB, rounds=MASKED_ROUNDS, noise=own,
+        phase_s=120.0, cohort={"deadline_s": 600.0, "patience_s": 120.0},
+    )  # fmt: skip
+
+
+def check_masked(lab, kills, rng, tally, *, devices_die):
+    """Kill the cloud, or anybody, in masked runs whose devices add noise.
+
+    Three devices of three tolerate no loss, so a round that a killed device left ends the run.
+    """
+
+    async def story():
+        runs: list[pb.Run] = []
+        async with asyncio.timeout(DEADLINE_S * (1 + kills // 10)):
+            with lab.real_devices() as devices:
+                everybody = {**devices, "cloud": lab.cloud} if devices_die else {"cloud": lab.cloud}
+                while tally.killed < kills or not runs:
+                    run_id = await lab.start(masked())
+                    goes_on = True
+                    while goes_on and tally.killed < kills:
+                        goes_on = await asyncio.to_thread(instant, lab, run_id, rng, tally)
+                        name = rng.choice(sorted(everybody))
+                        await strike({name: everybody[name]}, tally)
+                    runs.append(await lab.ended(run_id))
+        return runs
+
+    runs = asyncio.run(story())
+    for run in runs:
+        if not devices_die:
+            check_charged(lab, run, MASKED_ROUNDS)
+        check_masked_charges(lab, run, exactly=not devices_die)
+    return runs
+
+
+def check_masked_charges(lab, run, *, exactly):
+    """Each masked update that came was charged once; a round charges the run once."""
+    _, last, events = lab.journaled(run.id)
+    charged = [e.charged for e in events if isinstance(e, Reduced)]
+    assert charged == list(range(1, len(charged) + 1))
+    assert last.state.budget.rounds == len(charged)
+    for name in REAL:
+        sent = {
+            e.lease
+            for e in events
+            if isinstance(e, Masked) and e.device == name and e.answer.step is MaskedStep.INPUTS
+        }
+        path = lab.folder / name / "privacy.json"
+        runs = json.loads(path.read_bytes())["runs"] if path.exists() else {}
+        uses = runs.get(run.id, {"concentrated": 0})["concentrated"] * 25
+        assert abs(uses - round(uses)) < 1e-9
+        assert round(uses) >= len(sent)
+        if exactly:
+            assert round(uses) == len(sent) == MASKED_ROUNDS
 
 
 def check_cloud_alone(lab, kills, rng, tally):
@@ -92,13 +154,13 @@ def check_everybody(lab, kills, rng, tally):
     return runs
 
 
-def check_charged(lab, run):
+def check_charged(lab, run, rounds=ROUNDS):
     assert run.phase == pb.Run.DONE, run.reason
     _, last, events = lab.journaled(run.id)
     reduced = [e for e in events if isinstance(e, Reduced)]
-    assert [(e.number, e.charged) for e in reduced] == [(n, n) for n in range(1, ROUNDS + 1)]
+    assert [(e.number, e.charged) for e in reduced] == [(n, n) for n in range(1, rounds + 1)]
     budget = last.state.budget
-    assert budget.rounds == ROUNDS
+    assert budget.rounds == rounds
     assert run.epsilon_spent == budget.spent <= 50.0
     assert not (lab.home.federation / "noise" / run.id).exists()
 

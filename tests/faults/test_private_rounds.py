@@ -7,7 +7,7 @@ import random
 import pytest
 from tests.faults.lab import Lab, Tally
 from tests.faults.nursery import Nursery
-from tests.faults.private_rounds import check_cloud_alone, check_everybody
+from tests.faults.private_rounds import check_cloud_alone, check_everybody, check_masked
 
 KILLS = int(os.environ.get("TRIPLANE_PRIVATE_KILLS", "50"))
 
@@ -35,6 +35,23 @@ def test_devices_killed_with_their_cloud_charge_every_update_that_arrives(lab):
     tally = Tally()
     check_everybody(lab, 8, random.Random(12), tally)
     assert tally.killed >= 8
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("devices_die", [False, True], ids=["the cloud", "anybody"])
+def test_devices_with_noise_of_their_own_are_charged_whoever_is_killed(lab, devices_die):
+    tally = Tally()
+    check_masked(lab, 6, random.Random(15), tally, devices_die=devices_die)
+    assert tally.killed >= 6
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("devices_die", [False, True], ids=["the cloud", "anybody"])
+def test_accounts_of_masked_noise_are_exact_over_fifty_kills(lab, devices_die):
+    tally = Tally()
+    check_masked(lab, KILLS, random.Random(16), tally, devices_die=devices_die)
+    assert tally.killed >= KILLS
 
 
 @pytest.mark.deep

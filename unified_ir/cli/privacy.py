@@ -58,7 +58,9 @@ A smaller --epsilon protects more and costs accuracy; more devices in a round ma
 lets later rounds take back a part of the noise. It does not hide losses and scores from the people
 who run the cloud, nor, with --noise central, updates from the cloud.
   --epsilon 4 --devices 100 --clip 0.5 --separation 10 --correlated
---mask lets the cloud learn the sum of a round only (secure aggregation).
+--mask lets the cloud learn the sum of a round only (secure aggregation). With --noise distributed
+beside it the devices add the noise, which then protects from the cloud, too.
+  --mask --noise distributed --epsilon 8 --devices 20 --clip 0.5
 """
 
 

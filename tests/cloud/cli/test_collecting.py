@@ -75,13 +75,13 @@ def test_by_hand_it_is_shown_first_and_refused_while_the_cloud_runs(home, capsys
         assert {version["blob"], *(b["blob"] for b in version["bundles"])} <= kept
 
 
-def test_a_running_cloud_keeps_the_samples_of_its_policy(home, tmp_path, released):
+def test_a_running_cloud_keeps_the_samples_of_its_policy(home, tmp_path):
     write_golden(tmp_path / "golden.npz", 1)
 
     def set_policy():
         with calls(home.operator) as cloud:
             allow(cloud, model="digits", golden=tmp_path / "golden.npz",
-                  floor=0.9, share=1.0, keys=released / "keys")  # fmt: skip
+                  floor=0.9, share=1.0, keys=tmp_path / "keys")  # fmt: skip
 
     async def story():
         async with server.running(home) as cloud:
@@ -98,16 +98,14 @@ def test_a_running_cloud_keeps_the_samples_of_its_policy(home, tmp_path, release
     asyncio.run(asyncio.wait_for(story(), 60))
 
 
-def test_a_policy_is_refused_whose_samples_are_not_in_the_cloud(
-    home, tmp_path, released, monkeypatch
-):
+def test_a_policy_is_refused_whose_samples_are_not_in_the_cloud(home, tmp_path, monkeypatch):
     write_golden(tmp_path / "golden.npz", 2)
     monkeypatch.setattr("triplane.cloud.cli.policies.upload", lambda *_: b"")
 
     def set_policy():
         with calls(home.operator) as cloud:
             allow(cloud, model="digits", golden=tmp_path / "golden.npz",
-                  floor=0.9, share=1.0, keys=released / "keys")  # fmt: skip
+                  floor=0.9, share=1.0, keys=tmp_path / "keys")  # fmt: skip
 
     async def story():
         async with server.running(home) as cloud:

@@ -17,6 +17,7 @@ from triplane.unified_ir.federated.masking import (
     MaskingLedger,
     wire,
 )
+from triplane.unified_ir.federated.privacy import secret
 
 NORM = 0.5
 STEPS = ("keys", "share", "mask", "sign", "unmask")
@@ -151,7 +152,10 @@ class MaskedDevice(Device):
         made = learn.learn(plan, work_of(task, self.name), self.shard)
         sections = sections_of(made.change, plan)
         sizes = [sum(x.size for x in kind.values()) for kind in sections]
-        encoding = wire.encoding_of(task.masking.encoding, *sizes)
+        variance = round(task.noise.own_std**2)
+        encoding = wire.encoding_of(
+            task.masking.encoding, *sizes, variance=variance, least=task.masking.terms.least
+        )
         kinds = [clipped(kind, task.masking.encoding.norm) for kind in sections if kind]
         flat = [np.concatenate([x.reshape(-1) for x in kind.values()]) for kind in kinds]
         terms = wire.terms_of(
@@ -164,6 +168,10 @@ class MaskedDevice(Device):
             verifier=Known(known), store=self.ledger,
         )  # fmt: skip
         vectors = encoding.encode(flat, made.examples)
+        if variance:
+            levels, weight = vectors
+            drawn = secret.discrete_gaussian(len(levels), variance)
+            vectors = levels.astype(np.int64) + drawn, weight
         if self.lies:
             for vector in vectors[:-1]:
                 vector[:] = 255

@@ -84,11 +84,11 @@ def test_a_run_in_the_clear_has_no_fields_of_masking():
             {"devices": 9, "quorum": 1.0, "robustness": {"aggregator": "bucketing+krum"}},
             "'bucketing' does not compose",
         ),
-        ({"compression": "int8"}, "'int8' does not compose with masking: masking has an 8-bit"),
+        ({"compression": "int8"}, "'int8' does not compose with 'mask': masking has an 8-bit"),
         ({"compression": "top-k"}, "'top-k' does not compose"),
         ({"flower": pb.Flower(strategy="fedavg")}, "'flower-strategy' does not compose"),
-        ({"flower": pb.Flower(strategy="fedavg", app=True)}, "'flower-app' does not compose"),
-        ({"algorithm": "scaffold"}, "scaffold does not compose with masking"),
+        ({"flower": pb.Flower(strategy="fedavg", app=True)}, "'flower-strategy' does not compose"),
+        ({"algorithm": "scaffold"}, "'control-variates' does not compose with 'mask'.* SCAFFOLD"),
     ],
 )
 def test_what_cannot_be_masked_is_refused_by_name(fields, message):

@@ -20,7 +20,8 @@ from triplane.cloud.cli.runs import run_text
 from triplane.cloud.dashboard.runs import run_row
 from triplane.cloud.federation import journal
 from triplane.cloud.federation.coding import from_json, to_json
-from triplane.cloud.federation.private_runs import privacy_of
+from triplane.cloud.federation.masked_spec import least_and_honest, round_encoding
+from triplane.cloud.federation.private_runs import privacy_of, published_change
 from triplane.cloud.federation.spec import with_defaults
 from triplane.cloud.server import running
 from triplane.proto import federation_pb2 as pb
@@ -146,7 +147,8 @@ def test_defaults_are_filled_in_and_the_noise_is_the_least_that_epsilon_allows()
         ({"noise": pb.Noise(epsilon=1.0, clip=-3.0)}, "clipping norm"),
         ({"noise": pb.Noise(epsilon=1.0, clip_quantile=0.5)}, "belongs to adaptive clipping"),
         ({"noise": pb.Noise(epsilon=1.0, correlated=True)}, "needs devices that rest"),
-        ({"noise": pb.Noise(epsilon=1.0, placement="distributed")}, "noise of devices"),
+        ({"noise": pb.Noise(epsilon=1.0, placement="distributed")},
+         "'noise-distributed' does not compose with updates in the clear"),
         ({"noise": pb.Noise(epsilon=1.0, multiplier=0.2)}, "one round with noise multiplier 0.2"),
         ({"compression": "int8"}, "'noise-central' does not compose with 'int8'"),
         ({"algorithm": "scaffold"}, "does not compose with 'control-variates'"),
@@ -157,12 +159,49 @@ def test_defaults_are_filled_in_and_the_noise_is_the_least_that_epsilon_allows()
          "'median' does not compose with 'noise-central'"),
         ({"flower": pb.Flower(strategy="fedavg")},
          "'flower-strategy' does not compose with 'noise-central'"),
-        ({"masking": pb.MaskedRounds(least=3)}, "under masking"),
+        ({"masking": pb.MaskedRounds(least=3), "cohort": pb.Cohort(devices=5)},
+         "'noise-central' does not compose with 'mask': the cloud cannot clip"),
+        ({"masking": pb.MaskedRounds(least=3), "cohort": pb.Cohort(devices=5),
+          "noise": pb.Noise(epsilon=1.0, placement="distributed", adaptive=True)},
+         "does not compose with"),
+        ({"masking": pb.MaskedRounds(least=3), "cohort": pb.Cohort(devices=5),
+          "noise": pb.Noise(epsilon=1.0, placement="distributed", separation=2, correlated=True)},
+         "does not compose with"),
+        ({"masking": pb.MaskedRounds(least=3), "cohort": pb.Cohort(devices=5),
+          "compression": "int8", "noise": pb.Noise(epsilon=1.0, placement="distributed")},
+         "does not compose with 'int8'"),
     ],
 )  # fmt: skip
 def test_what_a_private_run_cannot_have_is_refused_by_name(fields, words):
     with pytest.raises(InvalidInput, match=words):
         with_defaults(spec(**fields))
+
+
+def test_a_round_with_noise_of_devices_divides_by_its_devices_and_frees_frozen_tensors_of_it():
+    """A missing device counts as zeros; honest changes of frozen tensors are zero, noise is not."""
+    change = {"w": np.array([2.0, -4.0]), "still": np.array([1.0])}
+    made = published_change(spec(cohort=pb.Cohort(devices=4)), change, 3, ("still",))
+    assert made["w"].tolist() == [1.5, -3.0]
+    assert made["still"].tolist() == [0.0]
+
+
+def test_a_masked_run_counts_on_the_fewest_honest_devices():
+    noise = pb.Noise(epsilon=4.0, placement="distributed", clip=0.5)
+    made = with_defaults(
+        spec(noise=noise, masking=pb.MaskedRounds(), cohort=pb.Cohort(devices=10, quorum=0.6))
+    )
+    assert (made.masking.least, made.robustness.norm_bound) == (6, "0.5")
+    assert least_and_honest(made) == (6, 5)
+    assert with_defaults(made) == made
+    budget = journal.plan_of(made).budget
+    assert budget is not None
+    assert (budget.law, budget.spent) == ("concentrated", 0.0)
+    encoding = round_encoding(made, parameters=1000, buffers=0, cap=1, seed=3)
+    assert encoding.noise is not None
+    assert encoding.noise.honest == 5
+    assert encoding.noise.noise_multiplier >= made.noise.multiplier
+    assert round(encoding.own_std**2) == encoding.noise.variance
+    assert encoding.parsed.fields[0].noise_bits > 0
 
 
 def test_the_state_of_a_private_run_is_stored_and_that_of_others_as_before():

@@ -88,21 +88,14 @@ def test_a_study_with_noise_of_devices_is_accounted():
         ({"masking": MASKING, "compression": "int8"}, "does not compose with 'mask'"),
         ({"masking": MASKING, "privacy": replace(OWN, separation=2, correlated=True)},
          "does not compose with 'noise-"),
+        ({"masking": MASKING, "privacy": DifferentialPrivacy(epsilon=5.0)},
+         "'noise-central' does not compose with 'mask': the cloud cannot clip"),
+        ({"masking": MASKING, "privacy": replace(OWN, quantile=0.5)},
+         "'clip-adaptive' does not compose with 'mask': the range of masked integers"),
+        ({"masking": MASKING, "algorithm": "scaffold"}, "8 bits are too few"),
         ({"masking": replace(MASKING, least=9)}, "got least cohort 9 and 3 devices"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_with_masking_is_refused(options, words):
     with pytest.raises(InvalidInput, match=words):
         simulate(given.module(), given.shards(6), given.study(devices=3, **options))
-
-
-@pytest.mark.parametrize(
-    ("privacy", "words"),
-    [
-        (DifferentialPrivacy(epsilon=5.0), "cloud does not add noise to sums under masking"),
-        (replace(OWN, quantile=0.5), "leave the clipping quantile out"),
-    ],
-)
-def test_noise_that_is_not_added_under_masking_is_refused(privacy, words):
-    with pytest.raises(InvalidInput, match=words):
-        given.study(privacy=privacy, masking=MASKING)

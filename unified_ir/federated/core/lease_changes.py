@@ -100,8 +100,10 @@ def settle(state: RunState, lease: Lease, outcome: Outcome) -> Step:
         rests_until=0 if answered else member.rests_until,
         counted_lease=lease.id if counted else member.counted_lease,
     )
-    if counted and state.plan.budget is not None and state.round and not state.round.evaluates:
-        member = replace(member, used_round=state.round.number)
+    if counted and state.plan.budget is not None and not state.plan.least:
+        round_ = state.round
+        if round_ is not None and not round_.evaluates:
+            member = replace(member, used_round=round_.number)
     return with_member(put_lease(state, replace(lease, outcome=outcome)), member), (
         Tell(lease.device),
     )

@@ -48,6 +48,7 @@ from triplane.unified_ir.federated.core.run import (
     Tell,
 )
 from triplane.unified_ir.federated.core.run_plan import RunPlan
+from triplane.unified_ir.federated.core.selection import note_asked
 
 REFUSED: Final = "masking"
 """The kind under which refused answers are counted."""
@@ -233,8 +234,9 @@ def advance(state: RunState, masked: MaskedProgress, now_s: float) -> Step:
     if following is None:
         return state, ()
     if following is MaskedStep.INPUTS:
-        spent = sorted({*state.spent, *(x.device for x in taken)})
-        state = replace(state, spent=tuple(spent))
+        asked = [x.device for x in taken]
+        spent = sorted({*state.spent, *asked})
+        state = note_asked(replace(state, spent=tuple(spent)), asked)
     after = replace(masked, step=following, opened_s=now_s, exchanging=False)
     state = _with_step(state, after)
     assert state.round is not None

@@ -112,6 +112,11 @@ _COMPRESSED: Final = (
     "what compression sends may exceed the norm to which the update was clipped, because it rounds "
     "and adds what earlier updates lost; drop the compression"
 )
+_UNSEEN: Final = (
+    "the cloud cannot clip updates that it does not see, and the integers of masked updates are "
+    "longer than what was clipped, so its noise would not cover them; let devices add the noise "
+    "(noise distributed), or leave masking out"
+)
 _CONTROL: Final = (
     "updates of SCAFFOLD carry control variates, which grow with a device's gradients and are not "
     "clipped with its change; choose fedavg, fedprox or fedadam"
@@ -155,6 +160,8 @@ PIPELINE: Final[tuple[PipelineRow, ...]] = (
         refuses={
             "noise-correlated": "a round takes back noise of earlier rounds, which only fits if "
             "the norm stays the same; use clip-fixed",
+            "mask": "the range of masked integers follows from the norm, and clipping bits are not "
+            "masked; use clip-fixed (no clipping quantile)",
         },
     ),
     PipelineRow(
@@ -179,7 +186,7 @@ PIPELINE: Final[tuple[PipelineRow, ...]] = (
         "the cloud adds independent Gaussian noise to each sum",
         (_MULTIPLIER,),
         needs=_CLIPPED,
-        refuses={**_NOISY, "compress": _COMPRESSED},
+        refuses={**_NOISY, "compress": _COMPRESSED, "mask": _UNSEEN},
     ),
     PipelineRow(
         "noise-correlated",
@@ -190,6 +197,7 @@ PIPELINE: Final[tuple[PipelineRow, ...]] = (
         refuses={
             **_NOISY,
             "compress": _COMPRESSED,
+            "mask": _UNSEEN,
             "noise-distributed": "a device of this round does not know the noise that others added "
             "in earlier rounds, so it cannot take it back; use one of the two",
         },
@@ -251,7 +259,13 @@ PIPELINE: Final[tuple[PipelineRow, ...]] = (
         },
     ),
     PipelineRow(
-        "control-variates", "state", "updates carry changes of control variates, as of SCAFFOLD"
+        "control-variates",
+        "state",
+        "updates carry changes of control variates, as of SCAFFOLD",
+        refuses={
+            "mask": "control variates of SCAFFOLD would be clipped to the norm of an update, and 8 "
+            "bits are too few for them; choose another algorithm"
+        },
     ),
     PipelineRow("buffers", "state", "updates carry float buffers, as of batch normalization"),
 )

@@ -2,8 +2,9 @@
 
 In a run with differential privacy a device whose update counted in round r, also if that round was
 given up, is not asked again before round r + `separation`; it may be asked for r itself again,
-which still publishes one sum. Once it took part in `most_uses` rounds, it is never asked again. The
-first round waits until as many devices are known as rounds of different devices need.
+which still publishes one sum. In masked rounds that holds once it was asked for its masked input.
+Once it took part in `most_uses` rounds, it is never asked again. The first round waits until as
+many devices are known as rounds of different devices need.
 """
 
 from __future__ import annotations
@@ -94,15 +95,37 @@ def lacks_population(state: RunState) -> str:
 
 
 def note_published(state: RunState, leases: Iterable[Lease]) -> RunState:
-    """Return the state after the sum of these leases was published."""
-    budget, members = state.plan.budget, members_of(state)
-    if budget is None:
+    """Return the state after the sum of these leases was published.
+
+    Of masked rounds, `note_asked` has counted them.
+    """
+    if state.plan.budget is None or state.plan.least:
         return state
-    for lease in leases:
-        member = members[lease.device]
+    return _with_uses(state, [lease.device for lease in leases])
+
+
+def note_asked(state: RunState, devices: Iterable[str]) -> RunState:
+    """Return the state after these devices were asked for their masked inputs.
+
+    They charge their accounts now, and the cloud may see a sum of theirs although the round is
+    given up, so it is a use whatever becomes of the round.
+    """
+    if state.plan.budget is None or state.round is None:
+        return state
+    members, number = members_of(state), state.round.number
+    for device in devices:
+        members = members.with_(device, replace(members[device], used_round=number))
+    return _with_uses(replace(state, members=members), devices)
+
+
+def _with_uses(state: RunState, devices: Iterable[str]) -> RunState:
+    budget, members = state.plan.budget, members_of(state)
+    assert budget is not None
+    for device in devices:
+        member = members[device]
         uses = member.uses + 1
         last = NEVER if uses >= budget.most_uses else member.used_round
-        members = members.with_(lease.device, replace(member, uses=uses, used_round=last))
+        members = members.with_(device, replace(member, uses=uses, used_round=last))
     return replace(state, members=members)
 
 

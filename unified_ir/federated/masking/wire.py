@@ -30,6 +30,7 @@ from triplane.unified_ir.federated.masking.messages import (
     SurvivorSignature,
     UnmaskRequest,
 )
+from triplane.unified_ir.federated.masking.noise import with_noise_bits
 from triplane.unified_ir.federated.masking.parameters import MAX_COHORT
 
 MAX_KEY_BYTES = 1024
@@ -75,17 +76,30 @@ def terms_of(message: pb.MaskingTerms, *, run: str, round_: int, base: bytes) ->
     )
 
 
-def encoding_of(message: pb.MaskingEncoding, parameters: int, buffers: int) -> UpdateEncoding:
+def encoding_of(
+    message: pb.MaskingEncoding, parameters: int, buffers: int, *, variance: int = 0, least: int = 0
+) -> UpdateEncoding:
     """Return the encoding of updates with so many entries of parameters and of float buffers.
 
     Device and cloud derive it alike: a section for each kind that has entries, parameters first.
+    variance: of the noise that each device adds to an integer, in steps squared; 0 for none. least:
+    fewest devices of a cohort, from which follows the room for the noise. InvalidInput: noise with
+    float buffers, or with weights.
     """
+    if variance and (buffers or message.cap != 1):
+        raise InvalidInput(
+            "with noise of devices an update has no float buffers and every device has the weight "
+            f"1, because noise covers neither; got {buffers} entries of buffers and a cap of "
+            f"{message.cap}"
+        )
     pairs = ((parameters, message.norm), (buffers, message.buffer_norm))
     sections = tuple(
         EncodedSection(entries, range_for(norm, entries), message.bits)
         for entries, norm in pairs
         if entries
     )
+    if variance:
+        sections = tuple(with_noise_bits(section, variance, least) for section in sections)
     return UpdateEncoding(sections, cap=message.cap, seed=message.seed)
 
 

@@ -14,20 +14,21 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.masking.encoding import (
     EncodedSection,
     UpdateEncoding,
     range_for,
 )
+from triplane.unified_ir.federated.masking.noise import (
+    noise_for,
+    rounded,
+    with_noise,
+    with_noise_bits,
+)
 from triplane.unified_ir.federated.masking.parameters import MaskingParameters, choose_parameters
 from triplane.unified_ir.federated.privacy.clipping import clip
-from triplane.unified_ir.federated.privacy.distributed import (
-    DistributedNoise,
-    distributed_noise,
-    rounded_norm,
-)
+from triplane.unified_ir.federated.privacy.distributed import DistributedNoise
 from triplane.unified_ir.federated.privacy.settings import DISTRIBUTED, DifferentialPrivacy
 
 if TYPE_CHECKING:
@@ -37,8 +38,6 @@ LOST_SHARE: Final = 0.1
 COLLUDING_SHARE: Final = 0.1
 FAILURE: Final = 1e-6
 LEAST: Final = 3
-TRIES: Final = 64
-"""Roundings of one update at most; one in e^(1/2) or more meets the bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,35 +119,13 @@ class MaskedSum:
         flat = np.concatenate([copies[n].reshape(-1) for n in self.names]).astype(np.float32)
         if self.noise is None:
             return self.encoding.encode([flat], examples)
-        for _ in range(TRIES):
-            levels, weight = self.encoding.encode([flat], examples)
-            # From the level of zeros, which is not whole: half a step is in the bound.
-            distance = levels.astype(np.float64) - _middle(self.encoding.sections[0])
-            if np.linalg.norm(distance) <= self.noise.norm:
-                return levels.astype(np.int64) + self.noise.draw(), weight
-        raise InvalidInput("an update was rounded 64 times above its bound; is its norm right?")
+        levels, weight = rounded(self.encoding, [flat], self.noise)
+        return with_noise(levels, self.noise), weight
 
 
 def with_equal_weights(masking: MaskedStudy | None) -> MaskedStudy | None:
     """Return the masking of devices that all count as one example."""
     return None if masking is None else replace(masking, cap=1)
-
-
-def check_masking(masking: MaskedStudy | None, privacy: DifferentialPrivacy | None) -> None:
-    """Raise InvalidInput unless this noise is added under masking, or there is only one of both."""
-    if masking is None or privacy is None:
-        return
-    if privacy.placement != DISTRIBUTED:
-        raise InvalidInput(
-            "the cloud does not add noise to sums under masking: it cannot clip what it does not "
-            "see, and masked integers are longer than what was clipped; let devices add it (noise "
-            "distributed), or leave masking out"
-        )
-    if privacy.quantile:
-        raise InvalidInput(
-            "the norm of masked updates is fixed, because the range of their integers follows from "
-            "it; leave the clipping quantile out"
-        )
 
 
 def masked_bytes(
@@ -175,26 +152,8 @@ def masked_sum(
     section = EncodedSection(entries, range_for(masking.norm, entries))
     noise = None
     if privacy is not None and privacy.placement == DISTRIBUTED:
-        noise = _noise(section, masking, devices, privacy)
-        largest = (1 << section.bits) - 1
-        without = section.field.width(devices)
-        extra = max(0, noise.sum_bits(devices, largest) - without)
-        section = EncodedSection(entries, section.range, section.bits, extra)
+        honest, least = masking.honest(devices), masking.parameters(devices).least
+        noise = noise_for(section, masking.norm, privacy.multiplier, honest)
+        section = with_noise_bits(section, noise.variance, least)
     encoding = UpdateEncoding((section,), masking.cap, seed)
     return MaskedSum(names, encoding, masking.norm, devices, noise)
-
-
-def _noise(
-    section: EncodedSection, masking: MaskedStudy, devices: int, privacy: DifferentialPrivacy
-) -> DistributedNoise:
-    # Clipping to the range and the rotation do not lengthen an update.
-    scaled = masking.norm / section.step + math.sqrt(section.padded) / 2
-    norm = rounded_norm(scaled, section.padded)
-    return distributed_noise(
-        privacy.multiplier, norm=norm, entries=section.padded, honest=masking.honest(devices)
-    )
-
-
-def _middle(section: EncodedSection) -> int:
-    """Return a whole level next to that of zeros, the same for all devices."""
-    return ((1 << section.bits) - 1) // 2

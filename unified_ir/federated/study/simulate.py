@@ -123,7 +123,6 @@ class Study:
     def __post_init__(self) -> None:
         row = algorithm(self.algorithm)
         Compressor(self.compression, keep=self.keep)
-        masked_sums.check_masking(self.masking, self.privacy)
         check_choice("engine", self.engine, ENGINES)
         if self.rounds < 1 or self.devices < 0 or self.evaluate_every < 0:
             raise InvalidInput(

@@ -31,6 +31,8 @@ from triplane.unified_ir.federated.core.run import (
     Tell,
     Tick,
 )
+from triplane.unified_ir.federated.core.selection import NEVER
+from triplane.unified_ir.federated.privacy.budget import run_budget
 
 KEYS, SHARES, INPUTS, SIGNATURES, REVEALS = STEPS
 
@@ -222,6 +224,43 @@ def test_a_stopped_run_remembers_who_was_asked_for_an_input():
     state, _ = step(state, Stopped(at_s=5.0, reason="s"))
     state, _ = step(state, Resumed(at_s=6.0, reason="r"))
     assert (state.phase, state.spent) == (Phase.STOPPED, asked)
+
+
+def private(**changes):
+    return begun(DEVICES, budget=run_budget(4.0, 1e-5, 6, **changes), clip=1.0, rounds=6)
+
+
+@pytest.mark.parametrize("what", STEPS)
+def test_a_device_is_used_once_it_was_asked_for_its_input_whatever_comes_of_the_round(what):
+    """It charges its account then, and the cloud may see the sum of a round that is given up."""
+    state = private(most_uses=1)
+    names = [x.device for x in state.round.leases]
+    state = through(state, names, what)
+    state, _ = answered(state, names)
+    state, _ = step(state, exchanged(state, failure="3 of 4 needed"))
+    uses = int(what.is_at_least(INPUTS))
+    for name in names:
+        member = state.members[name]
+        assert (member.uses, member.used_round) == (uses, NEVER if uses else 0)
+    assert state.charged == 0
+
+
+def test_a_device_of_a_masked_round_rests_until_the_separation_is_over():
+    state = private(separation=2, most_uses=9)
+    assert state.phase is Phase.GATHERING, "4 devices a round, each in every second one, are 8"
+    for number in range(3):
+        state, _ = step(state, Joined(at_s=0.0, device=f"new{number}", examples=10))
+    names = [x.device for x in state.round.leases]
+    state = through(state, names, REVEALS)
+    state, _ = answered(state, names)
+    state, _ = step(state, exchanged(state))
+    state, _ = step(state, Reduced(at_s=3.0, number=1, shared="s1", charged=1))
+    assert {state.members[n].uses for n in names} == {1}
+    assert {state.members[n].used_round for n in names} == {1}
+    others = {x.device for x in state.round.leases}
+    assert state.round.number == 2
+    assert others.isdisjoint(names)
+    assert (state.charged, state.budget.rounds) == (1, 1)
 
 
 @pytest.mark.parametrize("what", [KEYS, SHARES, INPUTS])
