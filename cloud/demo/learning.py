@@ -28,8 +28,14 @@ POPULATION: Final = "askers"
 STEPS: Final = 2
 RATE: Final = {"fedavg": 0.3, "maml": 0.5}
 FLOOR: Final = "55%"
-LEAST_DEVICES: Final = "4"
-"""The quorum of the runs, rounded up, which the policy for plans demands."""
+LEAST_COHORT: Final = "3"
+"""Fewest devices whose sum the cloud may learn; the signed policy for plans demands it."""
+NORM_BOUND: Final = "0.6"
+"""To which devices clip their changes; those of both runs are shorter in most rounds."""
+LOST_SHARE: Final = "0.34"
+"""Both devices that are killed may be lost in the same step of a round."""
+COLLUDING_SHARE: Final = "0"
+"""With two of six lost, a secret is shared so that one colluding device more would be too many."""
 KILL_AT: Final = 25
 BACK_AT: Final = 40
 DONE: Final = ("committed", "kept")
@@ -91,12 +97,12 @@ def _first_version(stage: DemoStage, fleet: DemoFleet) -> None:
     fleet.ask("registry", "push", stage.file("question.tpm"), "--name", MODEL, "--target", TARGET)
     fleet.ask(
         "cloud", "policy", "set-plans", f"{MODEL}@1", "--algorithm", "fedavg", "--algorithm",
-        "maml", "--least-devices", LEAST_DEVICES, "--least-batch", "20", "--keys",
-        fleet.offline_keys,
+        "maml", "--least-devices", LEAST_COHORT, "--least-batch", "20", "--masked",
+        COLLUDING_SHARE, "--keys", fleet.offline_keys,
     )  # fmt: skip
     stage.say(
-        "   signed offline: devices run plans of this model only, and only in rounds of at least "
-        f"{LEAST_DEVICES} devices"
+        "   signed offline: devices run plans of this model only, and send updates only in masked "
+        f"rounds: the cloud sees sums of at least {LEAST_COHORT} devices only"
     )
 
 
@@ -150,6 +156,8 @@ def _devices(
             # Registered once: `close` ends whichever process of the device is running then.
             running.callback(device.close)
             devices.append(device)
+        fleet.ask("cloud", "roster", "add", "--all", "--keys", fleet.offline_keys)
+        stage.say(f"   signed offline: masked rounds have no device but these {len(devices)}")
         yield devices
 
 
@@ -161,7 +169,9 @@ def _run(stage: DemoStage, fleet: DemoFleet, algorithm: str, *more: str) -> dict
         "federate", "run", f"{MODEL}@1", "--population", POPULATION, "--algorithm", algorithm,
         "--rounds", str(stage.rounds), "--devices", str(LEARNING), "--quorum", "0.6",
         "--patience", "2s", "--steps", str(STEPS), "--batch-size", "40", "--support", "40",
-        "--query", "40", "--lr", rate, "--meta-lr", rate, "--inner-steps", str(INNER_STEPS), *more,
+        "--query", "40", "--lr", rate, "--meta-lr", rate, "--inner-steps", str(INNER_STEPS),
+        "--norm-bound", NORM_BOUND, "--mask", "--least-cohort", LEAST_COHORT,
+        "--lost-share", LOST_SHARE, "--colluding-share", COLLUDING_SHARE, *more,
     )  # fmt: skip
     run: dict[str, Any] = fleet.ask("federate", "show", "last")
     if code or run["phase"] != "done":
