@@ -94,7 +94,8 @@ def _outcome(round_: Round) -> str:
 
 
 def _learned(round_: Round) -> bool:
-    return bool(round_.closed_s and round_.counted and not round_.given_up)
+    """Return whether the loss of a round is known; that of a masked one is 0."""
+    return bool(round_.loss and round_.closed_s and round_.counted and not round_.given_up)
 
 
 def _score_point(round_: Round, metric: str) -> list[float]:

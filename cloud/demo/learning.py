@@ -33,9 +33,9 @@ LEAST_COHORT: Final = "3"
 NORM_BOUND: Final = "0.6"
 """To which devices clip their changes; those of both runs are shorter in most rounds."""
 LOST_SHARE: Final = "0.34"
-"""Both devices that are killed may be lost in the same step of a round."""
+"""Two of six: both devices that are killed may be lost in the same round."""
 COLLUDING_SHARE: Final = "0"
-"""With two of six lost, a secret is shared so that one colluding device more would be too many."""
+"""Six devices cannot hold against two lost and one that colludes with the cloud."""
 KILL_AT: Final = 25
 BACK_AT: Final = 40
 DONE: Final = ("committed", "kept")
@@ -72,6 +72,7 @@ def learn(stage: DemoStage, fleet: DemoFleet) -> bool:
             until("both nodes done with it", lambda: _both_done(fleet, runs["maml"]))
             kept = _reasons_to_keep(fleet)
     stage.say(f"   {killer.message}")
+    _tell_sums(stage, runs)
     _compare(stage, fleet, runs, shards, killer)
     _gone_live(stage, clients, runs["maml"], kept)
     return True
@@ -266,6 +267,21 @@ def _reasons_to_keep(fleet: DemoFleet) -> dict[str, str]:
         for name, m in fleet.models(MODEL).items()
         if m.get("state") == "kept"
     }
+
+
+def _tell_sums(stage: DemoStage, runs: dict[str, Any]) -> None:
+    """Say what the cloud has seen of the updates."""
+    ended = [r for run in runs.values() for r in run["rounds"] if not r.get("evaluates")]
+    sums = [int(r["counted"]) for r in ended if not r.get("given_up")]
+    stage.say(
+        f"   the cloud has seen {len(sums)} sums, each over {min(sums)} or more devices, and no "
+        "single update; a device has seen neither updates nor names of the others"
+    )
+    stage.summary.add(
+        "learn", "masked rounds", f"{len(sums)} sums over {min(sums)} to {max(sums)} devices, "
+        f"changes clipped to {NORM_BOUND}; {len(ended) - len(sums)} rounds given up",
+        least_sum=min(sums), rounds_given_up=len(ended) - len(sums),
+    )  # fmt: skip
 
 
 def _compare(

@@ -120,8 +120,9 @@ def test_a_round_has_the_loss_of_its_updates_to_four_digits_and_none_without_the
     run.rounds.add(number=1, closed_s=1, asked=3, counted=3, loss=1.23456e-14)
     run.rounds.add(number=2, closed_s=1, asked=3, counted=1, loss=0.5, given_up="2 of 3 needed")
     run.rounds.add(number=3, closed_s=1, asked=3)
+    run.rounds.add(number=4, closed_s=1, asked=3, counted=3)  # masked
     row = run_row(run)
-    assert [r["loss"] for r in row["rounds"]] == [1.235e-14, None, None]
+    assert [r["loss"] for r in row["rounds"]] == [1.235e-14, None, None, None]
     assert row["losses"] == [[1, 1.235e-14]]
 
 
