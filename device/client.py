@@ -9,7 +9,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -19,7 +19,7 @@ from triplane.device.home import DEFAULT_HOME, DeviceHome, DeviceSettings, Sessi
 from triplane.device.samples import Source, shard_of
 from triplane.device.seen_metadata import note_metadata
 from triplane.device.stopping import StopToken, TaskExpired, Withdrawn
-from triplane.device.tasks import MAX_REASON_CHARS, Task, WorkSet, work_set_of
+from triplane.device.tasks import KEYS, MAX_REASON_CHARS, STEPS, Task, WorkSet, work_set_of
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.channels import connect_aio
 from triplane.proto.errors import Conflict, InvalidInput, NotFound, TriplaneError, Unavailable
@@ -437,7 +437,7 @@ class _Working:
         for refused in work_set.refused:
             if refused.lease.hex() not in self._done:
                 return refused.lease.hex(), refused
-        for task in work_set.tasks:
+        for task in _urgent(work_set.tasks, self._done):
             if task.key not in self._done and task.key in self._work_set.keys:
                 return task.key, await self._do(task, work_set)
         return None
@@ -520,6 +520,17 @@ class _Working:
                 except TriplaneError as error:
                     logger.warning("certificate not renewed", extra={"reason": str(error)})
             await asyncio.sleep(RENEWAL_LOOK_S)
+
+
+def _urgent(tasks: Sequence[Task], done: Container[str]) -> Sequence[Task]:
+    """Return the steps of masked rounds in which nothing is learned; all tasks if there is none.
+
+    The other devices of such a round wait for seconds. A device that learns for another run in the
+    meantime would be lost to the round, which spends it for this state. done: keys of tasks; after
+    its last step a round needs this device no more.
+    """
+    steps = [task for task in tasks if task.step not in {"", KEYS}]
+    return [task for task in steps if task.step != STEPS[-1] or task.key not in done] or tasks
 
 
 def _facts(task: Task) -> dict[str, object]:

@@ -40,7 +40,7 @@ from triplane.unified_ir.federated.masking import (
     roster_verifier,
     wire,
 )
-from triplane.unified_ir.federated.masking.integers import Vector
+from triplane.unified_ir.federated.masking.fields import Vector
 from triplane.unified_ir.federated.masking.messages import MaskedInput
 
 MAX_OPEN: Final = 8

@@ -346,7 +346,8 @@ def unsign(cloud: Calls, *, run: str, keys: Path) -> Answer:
 def stop(cloud: Calls, *, run_id: str, reason: str) -> Answer:
     """Stop a run; `resume` continues it from there.
 
-    Work in progress ends, and the state of the last finished round is kept.
+    Work in progress ends, and the state of the last finished round is kept. A masked round whose
+    devices were asked for their updates is finished first, if that takes no longer than 20 s.
     """
     from triplane.cloud.cli.runs import headline
     from triplane.proto.federation_pb2 import ChangeRunRequest

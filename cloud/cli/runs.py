@@ -104,9 +104,8 @@ def round_row(round_: Round, metric: Metric = ACCURACY) -> tuple[str, ...]:
     """Return the row of one round."""
     out = round_.refused + round_.late + round_.lost
     took = duration_text(round_.closed_s - round_.opened_s) if round_.closed_s else ""
-    # The loss of a masked round is 0, because the cloud knows none.
-    knows = round_.loss and round_.counted and not round_.evaluates
-    learnt = loss_text(round_.loss) if knows else ""
+    # 0 is not known: masked updates tell no loss.
+    learnt = loss_text(round_.loss) if round_.loss and not round_.evaluates else ""
     return (
         f"{round_.number}{' scored' if round_.evaluates else ''}",
         str(round_.asked),

@@ -39,7 +39,7 @@ def run_row(run: Run) -> Row:
         "ended_s": round(run.ended_s),
         "rounds": [_round_row(r) for r in learning[-MOST_ROUNDS:]],
         "older": dict(Counter(map(_outcome, learning[:-MOST_ROUNDS]))),
-        "losses": _thinned([[r.number, _score(r.loss, "loss")] for r in learning if _learned(r)]),
+        "losses": _thinned([[r.number, _score(r.loss, "loss")] for r in learning if _has_loss(r)]),
         "scores": _thinned([_score_point(r, run.metric) for r in judged]),
         "spread": _spread_row(judged[-1], run.metric) if judged else None,
         "devices": [_device_row(member, run.metric) for member in members[:MOST_DEVICES]],
@@ -78,7 +78,7 @@ def _algorithm(spec: Spec) -> str:
 def _round_row(round_: Round) -> Row:
     return {
         **same_fields(round_, "number", "asked", "counted", "refused", "late", "lost"),
-        "loss": _score(round_.loss, "loss") if _learned(round_) else None,
+        "loss": _score(round_.loss, "loss") if _has_loss(round_) else None,
         "seconds": round(round_.closed_s - round_.opened_s, 3) if round_.closed_s else None,
         "given_up": (round_.given_up or round_.returned)[:MOST_TEXT_CHARS],
         "outcome": _outcome(round_),
@@ -93,9 +93,9 @@ def _outcome(round_: Round) -> str:
     return "partial" if round_.counted < round_.asked else "complete"
 
 
-def _learned(round_: Round) -> bool:
-    """Return whether the loss of a round is known; that of a masked one is 0."""
-    return bool(round_.loss and round_.closed_s and round_.counted and not round_.given_up)
+def _has_loss(round_: Round) -> bool:
+    """Return whether the loss of a round is known: masked updates tell none."""
+    return bool(round_.closed_s and round_.loss and not round_.given_up)
 
 
 def _score_point(round_: Round, metric: str) -> list[float]:

@@ -8,6 +8,7 @@ All that must survive the process is in the rows and journals of the database.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections.abc import Callable
@@ -40,10 +41,13 @@ from triplane.proto import federation_pb2 as pb
 from triplane.proto.blobs import BlobFolder
 from triplane.proto.errors import Conflict, InvalidInput, NotFound
 from triplane.proto.roster import Roster
-from triplane.unified_ir.federated.core.run import ENDED, Phase, Resumed, Stopped
+from triplane.unified_ir.federated.core.masked_round import is_masking
+from triplane.unified_ir.federated.core.run import ENDED, Phase, Resumed, RunState, Stopped
 
 ID_BYTES: Final = 8
 MAX_LISTED: Final = 200
+MASKED_STOP_S: Final = 20.0
+"""Longest time for which a stop waits for a masked round whose devices were asked for an input."""
 
 
 def _nobody(model: str) -> None:
@@ -222,10 +226,25 @@ class Federation:
         await self._preparation.halt(record.id, why)
         run = self.live.get(record.id)
         if run is not None:
-            await run.put(
-                lambda s, at_s: None if s.phase is Phase.STOPPED else Stopped(at_s=at_s, reason=why)
-            )
+            await self._stop(run, why)
         return await self.run(record.id)
+
+    async def _stop(self, run: LiveRun, why: str) -> None:
+        """Stop a live run, once no device masks its update for a round: that would spend it."""
+        until_s, waits = time.monotonic() + MASKED_STOP_S, True
+
+        def make(state: RunState, at_s: float) -> Stopped | None:
+            nonlocal waits
+            waits = is_masking(state) and time.monotonic() < until_s
+            return None if waits or state.phase is Phase.STOPPED else Stopped(at_s=at_s, reason=why)
+
+        while waits:
+            moved = self.moved
+            await run.put(make)
+            if waits:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(until_s - time.monotonic()):
+                        await moved.wait()
 
     async def resume(self, id: str, *, reason: str, by: str) -> pb.Run:  # noqa: A002
         """Let a stopped run go on. Conflict: it is over."""

@@ -97,7 +97,8 @@ class MaskedCohort:
         """Take the answers of a step and end it.
 
         Return the reasons of the answers that were refused, by device, and the reason why the round
-        cannot go on, or an empty text.
+        cannot go on, or an empty text. It is for the people of the cloud: it names devices as they
+        know them.
         """
         refused = {}
         for answer in answers:
@@ -106,11 +107,11 @@ class MaskedCohort:
             except (InvalidInput, Conflict) as error:
                 refused[answer.device] = str(error)
             except Unavailable as error:
-                return refused, str(error)
+                return refused, self._named(str(error))
         try:
             self._end(step)
         except TriplaneError as error:
-            return refused, str(error)
+            return refused, self._named(str(error))
         return refused, ""
 
     def asks(self, step: MaskedStep, device: str) -> pb.MaskingStep | None:
@@ -119,6 +120,12 @@ class MaskedCohort:
         if step not in self._asks or name not in self._cloud.session.devices:
             return None
         return self._asks[step](self._position(device))
+
+    def _named(self, text: str) -> str:
+        """Return the text with the names of devices in place of their pseudonyms."""
+        for device, pseudonym in self._names.items():
+            text = text.replace(pseudonym, device)
+        return text
 
     def _add(self, step: MaskedStep, answer: GivenAnswer) -> None:
         message, cloud = answer.message, self._cloud
@@ -184,13 +191,15 @@ class MaskedCohort:
         sums, devices = self._cloud.sum(), len(self._cloud.contributors)
         means, weight = self._encoding.decode(sums, devices, cohort=len(self._cloud.session))
         for section, norm, mean in zip(self._encoding.sections, self._norms, means, strict=True):
-            # No device can be asked alone, so the sum is held to what honest devices can reach.
-            length = float(np.linalg.norm(mean.astype(np.float64))) * weight / self._encoding.cap
-            most = devices * norm + section.error_bound(devices)
+            # No device can be asked alone, so the mean is held to what honest devices can reach.
+            # By its weight: one device that takes from the masked sum of weights what the others
+            # gave would lengthen the mean by as much.
+            length = float(np.linalg.norm(mean.astype(np.float64)))
+            most = norm + section.error_bound(devices) * self._encoding.cap / weight
             if not length <= most:
                 raise Corrupt(
-                    f"the sum of {devices} masked updates has the norm {length:.4g}; updates of at "
-                    f"most {norm:g} each cannot exceed {most:.4g}, so a device lied, and the state "
-                    "is kept"
+                    f"the mean of {devices} masked updates has the norm {length:.4g}; updates of "
+                    f"at most {norm:g} each cannot exceed {most:.4g}, so a device lied, and the "
+                    "state is kept"
                 )
         return CohortMean(means, weight, devices)

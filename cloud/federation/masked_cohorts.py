@@ -11,6 +11,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -39,6 +40,9 @@ from triplane.unified_ir.federated.masking.encoding import LEVEL_BITS, MAX_CAP
 from triplane.unified_ir.federated.masking.integers import packed_bytes
 
 logger = logging.getLogger(__name__)
+
+MAX_NAMED: Final = 5
+"""Number of devices that the reason of a failed round names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +171,8 @@ class MaskedCohorts:
             self._replayed(record, state)
         assert known.cohort is not None
         answers = [self._answer(record, lease, order.step) for lease in order.leases]
-        return known.cohort.take(order.step, answers)
+        refused, failure = known.cohort.take(order.step, answers)
+        return refused, failure and failure + _silent_text(state, order)
 
     def _replayed(self, record: RunRecord, state: RunState) -> MaskedCohort:
         """Compute the cohort from the answers that were taken."""
@@ -232,6 +237,17 @@ class MaskedCohorts:
             state = read_state(path, plan=prepared.plan_digest, verified=True)
             self._likes[record.id] = like_of(state)
         return self._likes[record.id]
+
+
+def _silent_text(state: RunState, order: Exchange) -> str:
+    """Return which devices of the cohort did not answer a step, or empty."""
+    assert state.round is not None
+    answered = {lease.device for lease in order.leases}
+    cohort = [x.device for x in state.round.leases if has_taken(x, MaskedStep.KEYS)]
+    silent = [device for device in cohort if device not in answered]
+    more = ", ..." if len(silent) > MAX_NAMED else ""
+    names = ", ".join(silent[:MAX_NAMED]) + more
+    return f"; no answer to the step {order.step} from {names}" if silent else ""
 
 
 def _sections(record: RunRecord, like: Like) -> tuple[tuple[str, ...], tuple[str, ...]]:

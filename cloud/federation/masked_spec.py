@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.masked_step import PHASE_S
 from triplane.unified_ir.federated.core.pipeline import pipeline_row
+
+if TYPE_CHECKING:
+    from triplane.unified_ir.federated.masking.parameters import MaskingParameters
 
 MAX_MASKED_COHORT: Final = 1000
 """Largest number of devices in a masked round: the list of their keys is one message of 0.3 MB, and
@@ -37,7 +40,8 @@ def fill_masking(spec: pb.Spec, *, quorum: int) -> None:
         )
     # More than half must sign the list of survivors anyway.
     masking.least = masking.least or max(MIN_COHORT, min(quorum, devices // 2 + 1))
-    if not masking.HasField("lost_share"):
+    is_asked = masking.HasField("lost_share")
+    if not is_asked:
         masking.lost_share = LOST_SHARE
     if not masking.HasField("colluding_share"):
         masking.colluding_share = COLLUDING_SHARE
@@ -47,37 +51,53 @@ def fill_masking(spec: pb.Spec, *, quorum: int) -> None:
             f"phase_s is above 0 and at most {MAX_PHASE_S:g} s, got {masking.phase_s:g}"
         )
     _fill_parameters(masking, devices, max(quorum, masking.least))
+    if is_asked:
+        _check_losses(masking, devices)
     _check_composes(spec)
     _check_norm_bound(spec.robustness.norm_bound)
 
 
 def masking_text(spec: pb.Spec) -> str:
     """Describe the masking of a run whose defaults are filled in, for a full cohort."""
+    return _parameters(spec.masking, spec.cohort.devices).text()
+
+
+def _parameters(masking: pb.MaskedRounds, cohort: int) -> MaskingParameters:
     from triplane.unified_ir.federated.masking.parameters import choose_parameters
 
-    masking = spec.masking
     return choose_parameters(
-        spec.cohort.devices,
+        cohort,
         least=masking.least,
         lost_share=masking.lost_share,
         colluding_share=masking.colluding_share,
         failure=masking.failure,
-    ).text()
+    )
 
 
 def _fill_parameters(masking: pb.MaskedRounds, devices: int, fewest: int) -> None:
     """Check that the smallest and the largest cohort of a run can be masked."""
     from triplane.unified_ir.federated.masking.messages import FAILURE
-    from triplane.unified_ir.federated.masking.parameters import choose_parameters
 
     masking.failure = masking.failure or FAILURE
-    for cohort in sorted({min(fewest, devices), devices}):
-        choose_parameters(
-            cohort,
-            least=masking.least,
-            lost_share=masking.lost_share,
-            colluding_share=masking.colluding_share,
-            failure=masking.failure,
+    _parameters(masking, devices)
+    if fewest < devices:
+        try:
+            _parameters(masking, fewest)
+        except InvalidInput as error:
+            raise InvalidInput(
+                f"a round may have only {fewest} of {devices} devices, by its quorum and least "
+                f"cohort: {error}"
+            ) from error
+
+
+def _check_losses(masking: pb.MaskedRounds, devices: int) -> None:
+    """Refuse a share of lost devices that the least cohort does not leave."""
+    lost, holds = int(masking.lost_share * devices), _parameters(masking, devices)
+    if holds.lost < lost:
+        raise InvalidInput(
+            f"a round of {devices} devices of which {lost} are lost (lost share "
+            f"{masking.lost_share:g}) has fewer than the {holds.least} whose sum may be unmasked; "
+            "ask more devices, or state a smaller share of lost devices or a smaller least cohort"
         )
 
 

@@ -526,6 +526,39 @@ def test_steps_come_in_their_order(tmp_path):
     assert "in this order; mask comes before share" in within(story()).declined
 
 
+def test_a_device_learns_for_another_run_only_between_the_steps_in_which_others_wait(tmp_path):
+    async def story():
+        async with play(tmp_path) as made:
+            answer = await made.answered(made.round.step())
+            share = made.task(made.round.share(answer), 1)
+            other = made.stage.task(9, **made.files, run=f"{9:016x}", inline_bytes=65536)
+            made.stage.tell(other, share)  # in the order of a cloud: the oldest run is first
+            await made.stage._until(
+                lambda m: (
+                    isinstance(m, pb.Contribution) and m.masked.WhichOneof("answer") == "shares"
+                )
+            )
+            await made.stage.heeded(pb.Work(tasks=[other, share]))
+            before = [m.lease for m in made.stage.heard if isinstance(m, pb.Contribution)]
+            made.stage.tell(other)
+            await made.stage.contribution(lease(9))
+            return before
+
+    assert within(story()) == [lease(1), lease(1)]
+
+
+def test_a_device_that_revealed_its_shares_learns_for_other_runs_at_once(tmp_path):
+    async def story():
+        async with play(tmp_path) as made:
+            asks = await made.reach("unmask")
+            await made.answered(asks)
+            other = made.stage.task(9, **made.files, run=f"{9:016x}", inline_bytes=65536)
+            made.stage.tell(made.task(asks, 1), other)
+            return await made.stage.contribution(lease(9))
+
+    assert within(story()).WhichOneof("outcome") == "update"
+
+
 def test_a_damaged_ledger_stops_masked_rounds_and_no_others(tmp_path):
     async def story():
         async with play(tmp_path) as made:

@@ -56,3 +56,30 @@ def test_a_masked_run_of_devices_gives_the_model_of_a_run_in_the_clear_but_for_t
     assert not run.refusals.reasons
     assert all(m.counted == 3 and not m.dropped for m in run.members)
     assert 0 < distance(hidden, clear, before) < 0.1 * distance(clear, before, before)
+
+
+@pytest.mark.parametrize("step", ["inputs", "signatures", "reveals"])
+def test_a_run_that_is_stopped_while_devices_mask_finishes_the_round_and_can_be_resumed(
+    tmp_path, step
+):
+    def is_there(cloud, run):
+        live = cloud.federation.live.get(run.id)
+        round_ = live.projection.state.round if live else None
+        return round_ is not None and round_.masked is not None and round_.masked.step == step
+
+    async def story():
+        async with cloud_of(tmp_path) as cloud:
+            clients = [await client_of(cloud, tmp_path, n, i) for i, n in enumerate(NAMES)]
+            async with taking_part(*clients):
+                request = masked_request(model="tiny@1", rounds=3)
+                run = await cloud.federation.begin(request, by="operator")
+                while not is_there(cloud, run):
+                    await cloud.federation.moved.wait()
+                stopped = await cloud.federation.halt(run.id, reason="lunch", by="operator")
+                await cloud.federation.resume(run.id, reason="", by="operator")
+                return stopped, await ended(cloud, run.id)
+
+    stopped, run = within(story())
+    assert (stopped.phase, stopped.reason) == (pb.Run.STOPPED, "lunch")
+    assert (run.phase, run.reason) == (pb.Run.DONE, "")
+    assert [r.counted for r in run.rounds] == [3, 3, 3, 3]

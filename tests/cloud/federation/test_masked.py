@@ -217,7 +217,26 @@ def test_a_round_that_fails_after_inputs_stops_a_run_that_has_no_other_devices(t
     assert run.phase == pb.Run.STOPPED
     assert "Add devices and resume the run" in run.reason
     assert "2 survivors must sign the list" in run.rounds[0].given_up
+    assert "no answer to the step signatures from ann, bob" in run.rounds[0].given_up
     assert all(len(d.ledger.load().entries) == 1 for d in devices)
+
+
+@pytest.mark.long
+def test_the_run_says_whose_shares_made_a_round_fail_and_other_devices_do_not_learn_it(tmp_path):
+    def unreadable(message):
+        for i, sealed in message.shares.sealed.items():
+            message.shares.sealed[i] = bytes(len(sealed))
+
+    def prepare(devices):
+        devices[1].twist = wrong("share", unreadable)
+
+    run, devices, _ = within(run_of(tmp_path, 3, masked_request(3), prepare))
+    assert run.phase == pb.Run.STOPPED
+    assert "recover the self mask of 'bob'" in run.rounds[0].given_up
+    assert run.rounds[0].given_up in run.reason
+    settled = [s.reason for d in devices for work in d.heard for s in work.settled]
+    assert settled
+    assert {*settled} == {"the round was given up"}
 
 
 @pytest.mark.long

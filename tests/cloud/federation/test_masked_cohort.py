@@ -20,6 +20,7 @@ from triplane.unified_ir.federated.masking import (
     MaskingDevice,
     MaskingTerms,
     UpdateEncoding,
+    integers,
     range_for,
     wire,
 )
@@ -114,6 +115,23 @@ def test_any_answer_of_one_device_is_refused_or_taken_and_the_round_goes_on(step
     )
     assert refused.keys() <= {"ann"}
     assert not failure
+
+
+def test_a_device_that_takes_weight_from_the_others_does_not_lengthen_the_mean(monkeypatch):
+    """Of a sum of weights that is as small as it may be, the mean would be five times as long."""
+    play, encode = Play().through(MaskedStep.INPUTS), ENCODING.encode
+    others, width = sum(range(4, 8)), TERMS.fields[-1].width(len(NAMES))
+
+    def lying(_encoding, _sections, examples):
+        *vectors, weight = encode([update(0)], examples)
+        taken = (len(NAMES) - others) % (1 << width)
+        return [*vectors, np.array([taken if examples == 3 else weight[0]], np.uint64)]
+
+    monkeypatch.setattr(UpdateEncoding, "encode", lying)
+    monkeypatch.setattr(integers, "_check_vector", lambda *_: None)
+    for step in STEPS[2:]:
+        _, failure = play.cohort.take(step, play.honest(step))
+    assert "so a device lied, and the state is kept" in failure
 
 
 def spoilt(message, step, data, how, at):

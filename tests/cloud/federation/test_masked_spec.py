@@ -57,6 +57,22 @@ def test_a_run_in_the_clear_has_no_fields_of_masking():
         ({"masking": pb.MaskedRounds(least=2)}, "3 <= least cohort"),
         ({"masking": pb.MaskedRounds(lost_share=1.5)}, r"in \[0, 1\)"),
         ({"masking": pb.MaskedRounds(colluding_share=0.9)}, "at least 5 devices"),
+        (
+            {"masking": pb.MaskedRounds(lost_share=0.5)},
+            r"3 devices of which 1 are lost \(lost share 0.5\) has fewer than the 3 whose sum",
+        ),
+        (
+            {"devices": 10, "masking": pb.MaskedRounds(least=3, lost_share=0.5)},
+            "cannot tolerate 5 lost and 1 colluding of 10",
+        ),
+        (
+            {
+                "devices": 10,
+                "quorum": 0.7,
+                "masking": pb.MaskedRounds(least=3, lost_share=0.3, colluding_share=0.2),
+            },
+            "only 7 of 10 devices, by its quorum and least cohort: masking cannot tolerate 2 lost",
+        ),
         ({"masking": pb.MaskedRounds(phase_s=-1)}, "phase_s is above 0"),
         ({"masking": pb.MaskedRounds(phase_s=float("nan"))}, "phase_s is above 0"),
         ({"robustness": {"norm_bound": ""}}, "needs a norm bound .*got 'adaptive'"),

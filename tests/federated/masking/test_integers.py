@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.federated.masking.integers import IntegerSum, MaskedField, packed_bytes
+from triplane.unified_ir.federated.masking.fields import MaskedField
+from triplane.unified_ir.federated.masking.integers import IntegerSum, packed_bytes
 from triplane.unified_ir.federated.masking.primitives import Keystream
 
 KEY = bytes(range(32))

@@ -34,12 +34,14 @@ from triplane.unified_ir.federated.core.lease_changes import (
 from triplane.unified_ir.federated.core.limits import EXAMPLES_FACTOR, lower_median
 from triplane.unified_ir.federated.core.masked_step import MaskedProgress, MaskedStep, StepAnswer
 from triplane.unified_ir.federated.core.run import (
+    UNWILLING,
     Effects,
     Exchange,
     Exchanged,
     Lease,
     Masked,
     Outcome,
+    Phase,
     Round,
     RunState,
     Tell,
@@ -48,6 +50,7 @@ from triplane.unified_ir.federated.core.run_plan import RunPlan
 
 REFUSED: Final = "masking"
 """The kind under which refused answers are counted."""
+GIVEN_UP: Final = "the round was given up"
 MAX_KEYS: Final = 4
 """Times that a device may advertise keys in a round: its process may end and begin again."""
 
@@ -151,16 +154,32 @@ def complete(
         tells += more
     needed = max(state.plan.quorum, state.plan.least)
     if masked.step is MaskedStep.KEYS and answered < needed:
-        return state, tells, f"{answered} devices of {needed} needed advertised keys"
+        refusing = next((x for x in round_.leases if x.outcome in UNWILLING), None)
+        because = f"; {refusing.device} did not: {refusing.reason}" if refusing else ""
+        return state, tells, f"{answered} devices of {needed} needed advertised keys{because}"
     state = _with_step(state, replace(masked, exchanging=True))
     return state, (*tells, *pending(state)), ""
+
+
+def is_masking(state: RunState) -> bool:
+    """Return whether devices of the open round were asked for their input, which spends them."""
+    masked = state.round.masked if state.round and state.phase is Phase.COLLECTING else None
+    return masked is not None and masked.step.is_at_least(MaskedStep.INPUTS)
+
+
+def is_exchanging(state: RunState) -> bool:
+    """Return whether the cloud takes the answers of a step at the moment."""
+    round_ = state.round
+    return round_ is not None and round_.masked is not None and round_.masked.exchanging
 
 
 def pending(state: RunState) -> Effects:
     """Return the exchange that is under way, if one is."""
     round_ = state.round
-    if round_ is None or round_.masked is None or not round_.masked.exchanging:
+    if not is_exchanging(state):
         return ()
+    assert round_ is not None
+    assert round_.masked is not None
     step = round_.masked.step
     answered = tuple(x for x in open_leases(state) if answer_of(x, step))
     return (Exchange(round_.number, round_.attempt, step, answered),)
@@ -178,9 +197,9 @@ def is_expected(state: RunState, event: Exchanged) -> bool:
     """Return whether the event is of the exchange that is under way."""
     round_ = state.round
     return (
-        round_ is not None
+        is_exchanging(state)
+        and round_ is not None
         and round_.masked is not None
-        and round_.masked.exchanging
         and (event.number, event.attempt) == (round_.number, round_.attempt)
         and event.step is round_.masked.step
     )
@@ -225,12 +244,13 @@ def advance(state: RunState, masked: MaskedProgress, now_s: float) -> Step:
 def settle_all(state: RunState, reason: str) -> Step:
     """End the open leases of a round: they count if they are in the sum and nothing failed.
 
-    reason: why the round is given up, or empty.
+    reason: why the round is given up, or empty. It may name devices, and they know each other by
+    pseudonyms only, so they are not sent it.
     """
     tells: Effects = ()
     for lease in open_leases(state):
         counts = has_taken(lease, MaskedStep.INPUTS) and not reason
-        ended = replace(lease, due=None, reason=reason)
+        ended = replace(lease, due=None, reason=GIVEN_UP if reason else "")
         outcome = Outcome.COUNTED if counts else Outcome.LOST
         state, more = settle(state, ended, outcome)
         tells += more
@@ -252,10 +272,12 @@ def why_exhausted(state: RunState) -> str:
     needed = max(state.plan.quorum, state.plan.least)
     if left >= needed:
         return ""
+    last = state.history[-1].given_up if state.history else ""
+    why = f" (the last one: {last})" if last else ""
     return (
         f"a device masks an update for one state only once, and {len(spent)} were asked to in "
-        f"rounds without a sum; {left} others are left of {needed} needed. Add devices and resume "
-        "the run, or start a new one"
+        f"rounds without a sum{why}; {left} others are left of {needed} needed. Add devices and "
+        "resume the run, or start a new one"
     )
 
 

@@ -240,6 +240,9 @@ def _score(state: RunState, event: Scored) -> Step:
 
 def _refuse(state: RunState, event: Refused | Declined) -> Step:
     """End the lease of a contribution that cannot count or of work that the device declined."""
+    if masked_round.is_exchanging(state) and held_lease(state, event) is not None:
+        # The cloud takes the device's answer just now: it leaves in the next step at the earliest.
+        return state, ()
     outcome = Outcome.DECLINED
     if isinstance(event, Refused):
         outcome = Outcome.REFUSED

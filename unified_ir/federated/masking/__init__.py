@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from triplane.unified_ir.federated.masking.encoding import EncodedSection as EncodedSection
     from triplane.unified_ir.federated.masking.encoding import UpdateEncoding as UpdateEncoding
     from triplane.unified_ir.federated.masking.encoding import range_for as range_for
-    from triplane.unified_ir.federated.masking.integers import MaskedField as MaskedField
+    from triplane.unified_ir.federated.masking.fields import MaskedField as MaskedField
     from triplane.unified_ir.federated.masking.ledger import LedgerEntry as LedgerEntry
     from triplane.unified_ir.federated.masking.ledger import LedgerStore as LedgerStore
     from triplane.unified_ir.federated.masking.ledger import MaskingLedger as MaskingLedger

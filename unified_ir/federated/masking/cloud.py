@@ -15,7 +15,8 @@ from types import MappingProxyType
 from typing import Final
 
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, Unavailable
-from triplane.unified_ir.federated.masking.integers import IntegerSum, Vector
+from triplane.unified_ir.federated.masking.fields import Vector
+from triplane.unified_ir.federated.masking.integers import IntegerSum
 from triplane.unified_ir.federated.masking.messages import (
     DIGEST_BYTES,
     SEALED_BYTES,

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NoReturn, TypeVar
 
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput
-from triplane.unified_ir.federated.masking.integers import IntegerSum, Vector
+from triplane.unified_ir.federated.masking.fields import Vector
+from triplane.unified_ir.federated.masking.integers import IntegerSum
 from triplane.unified_ir.federated.masking.ledger import (
     LedgerEntry,
     LedgerStore,

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.federated.masking.integers import MaskedField
+from triplane.unified_ir.federated.masking.fields import MaskedField
 from triplane.unified_ir.federated.masking.parameters import (
     MAX_COHORT,
     MIN_COHORT,

@@ -16,7 +16,7 @@ from triplane.unified_ir.federated.masking.encoding import (
     UpdateEncoding,
     range_for,
 )
-from triplane.unified_ir.federated.masking.integers import MaskedField
+from triplane.unified_ir.federated.masking.fields import MaskedField
 from triplane.unified_ir.federated.masking.messages import (
     MAX_FIELDS,
     Advertisement,

@@ -31,7 +31,7 @@ from triplane.unified_ir.federated.privacy.distributed import (
 from triplane.unified_ir.federated.privacy.settings import DISTRIBUTED, DifferentialPrivacy
 
 if TYPE_CHECKING:
-    from triplane.unified_ir.federated.masking.integers import Vector
+    from triplane.unified_ir.federated.masking.fields import Vector
 
 LOST_SHARE: Final = 0.1
 COLLUDING_SHARE: Final = 0.1

@@ -135,6 +135,18 @@ def test_too_few_keys_at_the_deadline_give_the_round_up_and_spend_nobody():
     assert state.members[DEVICES[3]].rests_until > 1
 
 
+def test_too_few_keys_name_a_device_that_declined_and_the_others_do_not_learn_it():
+    state = begun()
+    lease = open_lease(state, DEVICES[1]).id
+    state, _ = step(state, Declined(at_s=1.0, device=DEVICES[1], lease=lease, reason="too hot"))
+    state, _ = answered(state, [DEVICES[0], *DEVICES[2:4]])
+    assert state.history[-1].given_up == (
+        "3 devices of 4 needed advertised keys; bea did not: too hot"
+    )
+    reasons = {name: state.members[name].settled.reason for name in DEVICES[:4]}
+    assert reasons == dict.fromkeys(DEVICES[:4], "the round was given up") | {"bea": "too hot"}
+
+
 @pytest.mark.parametrize("what", [SHARES, INPUTS, SIGNATURES, REVEALS])
 def test_a_device_that_is_silent_in_a_step_counts_if_its_input_came(what):
     names = DEVICES[:4]
@@ -210,6 +222,25 @@ def test_a_stopped_run_remembers_who_was_asked_for_an_input():
     state, _ = step(state, Stopped(at_s=5.0, reason="s"))
     state, _ = step(state, Resumed(at_s=6.0, reason="r"))
     assert (state.phase, state.spent) == (Phase.STOPPED, asked)
+
+
+@pytest.mark.parametrize("what", [KEYS, SHARES, INPUTS])
+def test_a_device_that_declines_while_its_answer_is_taken_stays_with_its_answer(what):
+    """The others' masks cancel with its own: the cohort that is computed again must have it."""
+    names = DEVICES[:4]
+    state = through(begun(), names, what)
+    state, _ = answered(state, names)
+    lease = open_lease(state, names[1]).id
+    for event in (
+        Declined(at_s=2.0, device=names[1], lease=lease, reason="too hot"),
+        Refused(at_s=2.0, device=names[1], lease=lease, kind="masking", reason="r"),
+    ):
+        assert step(state, event)[0] is state
+    state, _ = step(state, exchanged(state))
+    assert {x.device for x in state.round.leases if x.taken is what} == {*names}
+    state, _ = step(state, Declined(at_s=3.0, device=names[1], lease=lease, reason="too hot"))
+    kept = what is INPUTS
+    assert outcomes(state.round)[names[1]] is (Outcome.OPEN if kept else Outcome.DECLINED)
 
 
 def test_refused_answers_leave_the_round_and_are_counted():
