@@ -19,6 +19,8 @@ from triplane.unified_ir.federated.masking.ledger import MaskingLedger
 
 MAX_LEDGER_BYTES: Final = 32 << 20
 """Some 120,000 contributions. It is read and written as a whole, three times in a round."""
+KEPT_BYTES: Final = 1 << 20
+"""A longer ledger is parsed each time, because a device may not have the memory to keep it."""
 
 
 class LedgerFile:
@@ -26,16 +28,35 @@ class LedgerFile:
 
     def __init__(self, path: Path, disk: Disk = OS_DISK) -> None:
         self._path, self._disk = path, disk
+        self._known = (b"", MaskingLedger())  # bytes of the file, and what they say
 
     def load(self) -> MaskingLedger:
         """Return the newest ledger, empty if there is no file. Corrupt names the way out."""
+        data = self._bytes()
+        if data is None:
+            return MaskingLedger()
+        # Read each time, since another process may have written it, and parsed when it changed.
+        known, ledger = self._known
+        if data and data == known:
+            return ledger
+        ledger = self._parsed(data)
+        self._keep(data, ledger)
+        return ledger
+
+    def _keep(self, data: bytes, ledger: MaskingLedger) -> None:
+        if len(data) <= KEPT_BYTES:
+            self._known = data, ledger
+
+    def _bytes(self) -> bytes | None:
         try:
             with self._path.open("rb") as file:
-                data = file.read(MAX_LEDGER_BYTES + 1)
+                return file.read(MAX_LEDGER_BYTES + 1)
         except FileNotFoundError:
-            return MaskingLedger()
+            return None
         except OSError as error:
             raise Unavailable(f"the masking ledger could not be read: {error}") from error
+
+    def _parsed(self, data: bytes) -> MaskingLedger:
         try:
             if len(data) > MAX_LEDGER_BYTES:
                 raise Corrupt(f"the masking ledger has more than {MAX_LEDGER_BYTES} bytes")
@@ -61,8 +82,9 @@ class LedgerFile:
                 )
             write_atomic(self._path, data, self._disk)
             # A disk that lies is noticed here, before anything is sent on its word.
-            if self.load() != after:
+            if self._bytes() != data:
                 raise Corrupt(f"{self._path} does not contain what was just written to it")
+            self._keep(data, after)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

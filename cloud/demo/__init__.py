@@ -50,9 +50,9 @@ def command(*, as_json: bool, **options: Any) -> None:
     rollout pauses; and kills a node's agent in the middle of the next one.
 
     Last, six device processes learn a second model together, by federated averaging and by exact
-    meta-learning, while two of them are killed and one comes back. The result is released
-    automatically under the signed policy, and each node adapts it to its own samples while a client
-    calls it.
+    meta-learning, while two of them are killed and one comes back. Their updates are clipped and
+    masked: the cloud sees sums of at least three devices only. The result is released automatically
+    under the signed policy, and each node adapts it to its own samples while a client calls it.
 
     Every step runs the real command; nothing is left running. With --keep on a terminal the fleet
     stays up, with its dashboard, until Ctrl-C.

@@ -28,8 +28,14 @@ POPULATION: Final = "askers"
 STEPS: Final = 2
 RATE: Final = {"fedavg": 0.3, "maml": 0.5}
 FLOOR: Final = "55%"
-LEAST_DEVICES: Final = "4"
-"""The quorum of the runs, rounded up, which the policy for plans demands."""
+LEAST_COHORT: Final = "3"
+"""Fewest devices whose sum the cloud may learn; the signed policy for plans demands it."""
+NORM_BOUND: Final = "0.6"
+"""To which devices clip their changes; those of both runs are shorter in most rounds."""
+LOST_SHARE: Final = "0.34"
+"""Two of six: both devices that are killed may be lost in the same round."""
+COLLUDING_SHARE: Final = "0"
+"""Six devices cannot hold against two lost and one that colludes with the cloud."""
 KILL_AT: Final = 25
 BACK_AT: Final = 40
 DONE: Final = ("committed", "kept")
@@ -66,6 +72,7 @@ def learn(stage: DemoStage, fleet: DemoFleet) -> bool:
             until("both nodes done with it", lambda: _both_done(fleet, runs["maml"]))
             kept = _reasons_to_keep(fleet)
     stage.say(f"   {killer.message}")
+    _tell_sums(stage, runs)
     _compare(stage, fleet, runs, shards, killer)
     _gone_live(stage, clients, runs["maml"], kept)
     return True
@@ -91,12 +98,12 @@ def _first_version(stage: DemoStage, fleet: DemoFleet) -> None:
     fleet.ask("registry", "push", stage.file("question.tpm"), "--name", MODEL, "--target", TARGET)
     fleet.ask(
         "cloud", "policy", "set-plans", f"{MODEL}@1", "--algorithm", "fedavg", "--algorithm",
-        "maml", "--least-devices", LEAST_DEVICES, "--least-batch", "20", "--keys",
-        fleet.offline_keys,
+        "maml", "--least-devices", LEAST_COHORT, "--least-batch", "20", "--masked",
+        COLLUDING_SHARE, "--keys", fleet.offline_keys,
     )  # fmt: skip
     stage.say(
-        "   signed offline: devices run plans of this model only, and only in rounds of at least "
-        f"{LEAST_DEVICES} devices"
+        "   signed offline: devices run plans of this model only, and send updates only in masked "
+        f"rounds: the cloud sees sums of at least {LEAST_COHORT} devices only"
     )
 
 
@@ -150,6 +157,8 @@ def _devices(
             # Registered once: `close` ends whichever process of the device is running then.
             running.callback(device.close)
             devices.append(device)
+        fleet.ask("cloud", "roster", "add", "--all", "--keys", fleet.offline_keys)
+        stage.say(f"   signed offline: masked rounds have no device but these {len(devices)}")
         yield devices
 
 
@@ -161,7 +170,9 @@ def _run(stage: DemoStage, fleet: DemoFleet, algorithm: str, *more: str) -> dict
         "federate", "run", f"{MODEL}@1", "--population", POPULATION, "--algorithm", algorithm,
         "--rounds", str(stage.rounds), "--devices", str(LEARNING), "--quorum", "0.6",
         "--patience", "2s", "--steps", str(STEPS), "--batch-size", "40", "--support", "40",
-        "--query", "40", "--lr", rate, "--meta-lr", rate, "--inner-steps", str(INNER_STEPS), *more,
+        "--query", "40", "--lr", rate, "--meta-lr", rate, "--inner-steps", str(INNER_STEPS),
+        "--norm-bound", NORM_BOUND, "--mask", "--least-cohort", LEAST_COHORT,
+        "--lost-share", LOST_SHARE, "--colluding-share", COLLUDING_SHARE, *more,
     )  # fmt: skip
     run: dict[str, Any] = fleet.ask("federate", "show", "last")
     if code or run["phase"] != "done":
@@ -256,6 +267,21 @@ def _reasons_to_keep(fleet: DemoFleet) -> dict[str, str]:
         for name, m in fleet.models(MODEL).items()
         if m.get("state") == "kept"
     }
+
+
+def _tell_sums(stage: DemoStage, runs: dict[str, Any]) -> None:
+    """Say what the cloud has seen of the updates."""
+    ended = [r for run in runs.values() for r in run["rounds"] if not r.get("evaluates")]
+    sums = [int(r["counted"]) for r in ended if not r.get("given_up")]
+    stage.say(
+        f"   the cloud has seen {len(sums)} sums, each over {min(sums)} or more devices, and no "
+        "single update; a device has seen neither updates nor names of the others"
+    )
+    stage.summary.add(
+        "learn", "masked rounds", f"{len(sums)} sums over {min(sums)} to {max(sums)} devices, "
+        f"changes clipped to {NORM_BOUND}; {len(ended) - len(sums)} rounds given up",
+        least_sum=min(sums), rounds_given_up=len(ended) - len(sums),
+    )  # fmt: skip
 
 
 def _compare(

@@ -32,6 +32,19 @@ def test_what_was_added_is_there_for_the_next_process(tmp_path):
     assert runs_of(tmp_path / "ledger") == list(RUNS)
 
 
+@pytest.mark.parametrize("kept_bytes", [0, masking_ledger.KEPT_BYTES])
+def test_what_another_process_added_is_read(tmp_path, monkeypatch, kept_bytes):
+    monkeypatch.setattr(masking_ledger, "KEPT_BYTES", kept_bytes)
+    one, other = LedgerFile(tmp_path / "ledger"), LedgerFile(tmp_path / "ledger")
+    for file, run in zip((one, other, one), RUNS, strict=True):
+        file.update(adding(run))
+    assert one.load() == other.load()
+    assert runs_of(tmp_path / "ledger") == list(RUNS)
+    (tmp_path / "ledger").write_bytes(b"")
+    with pytest.raises(Corrupt):
+        one.load()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("unsynced", [(), ("sync",), ("sync_folder",)])
 def test_no_power_cut_loses_what_was_added_before(tmp_path, unsynced):

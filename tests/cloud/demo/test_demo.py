@@ -63,6 +63,7 @@ def test_the_demo_measures_every_step_and_leaves_no_file(short: Path) -> None:
     assert set(facts["learned_accuracy"]) == {"fedavg", "maml"}
     assert len(facts["learned_gain_points"]) == 2  # one draw; test_margins.py
     assert facts["killed_devices_at"] >= 25
+    assert facts["least_sum"] >= 3  # all else is masked
     assert all(after >= before for before, after in zip(
         facts["live_before"], facts["live_after"], strict=True
     ))  # fmt: skip
