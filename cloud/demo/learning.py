@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -128,11 +129,11 @@ class DeviceProcess(contextlib.ExitStack):
 
     def __init__(self, name: str, home: Path, log: Path) -> None:
         super().__init__()
-        self.name, self._home, self._log = name, home, log
+        self.name, self.home, self._log = name, home, log
 
     def start(self) -> None:
         """Start the process; return when it is ready."""
-        command = ("device", "run", "--home", self._home)
+        command = ("device", "run", "--home", self.home)
         self._child, _ = self.enter_context(processes.started(*command, log=self._log))
 
     def kill(self) -> None:
@@ -146,17 +147,21 @@ def _devices(
     stage: DemoStage, fleet: DemoFleet, shards: dict[str, Shard]
 ) -> Iterator[list[DeviceProcess]]:
     """Enroll and run devices, each with its own samples."""
-    devices = []
+    devices = [DeviceProcess(n, stage.file(n), stage.file(f"{n}.log")) for n in shards]
+
+    def begin(device: DeviceProcess) -> None:
+        samples = asking.save(stage.file(f"{device.name}.npz"), shards[device.name])
+        where = ("--population", POPULATION, "--data", samples)
+        fleet.enrol("device", device.name, device.home, *where)
+        device.start()
+
     with contextlib.ExitStack() as running:
-        for name, shard in shards.items():
-            home = stage.file(name)
-            samples = asking.save(stage.file(f"{name}.npz"), shard)
-            fleet.enrol("device", name, home, "--population", POPULATION, "--data", samples)
-            device = DeviceProcess(name, home, stage.file(f"{name}.log"))
-            device.start()
-            # Registered once: `close` ends whichever process of the device is running then.
+        # Registered once: `close` ends whichever process of a device is running then.
+        for device in devices:
             running.callback(device.close)
-            devices.append(device)
+        # At the same time, as six people would: most of it is waiting for processes to start.
+        with ThreadPoolExecutor(len(devices)) as pool:
+            list(pool.map(begin, devices))
         fleet.ask("cloud", "roster", "add", "--all", "--keys", fleet.offline_keys)
         stage.say(f"   signed offline: masked rounds have no device but these {len(devices)}")
         yield devices
