@@ -11,11 +11,11 @@ SAYS = (
 )
 
 
-def run(stdout, **options):
-    command = [sys.executable, "-c", SAYS]
-    return subprocess.run(
-        command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False, **options
-    )
+SAYING = [sys.executable, "-c", SAYS]
+
+
+def run(stdout, command=SAYING):
+    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
 
 
 def test_a_ready_line_is_written_at_once():
@@ -44,7 +44,8 @@ def test_a_ready_line_onto_a_full_disk_is_logged_and_the_process_goes_on():
 
 
 def test_a_closed_standard_output_is_logged_and_the_process_goes_on():
-    done = run(None, preexec_fn=lambda: os.close(1))
+    # By a shell: with `preexec_fn` this process, in which gRPC may run, would be forked.
+    done = run(None, ["sh", "-c", 'exec "$@" >&-', "sh", *SAYING])
     assert done.returncode == 0
     assert "ready line not written" in done.stderr
     assert "Traceback" not in done.stderr
