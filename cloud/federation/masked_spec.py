@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.core import defaults
 from triplane.unified_ir.federated.core.masked_step import PHASE_S
 
 if TYPE_CHECKING:
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
 MAX_MASKED_COHORT: Final = 1000
 """Largest number of devices in a masked round: the list of their keys is one message of 0.3 MB, and
 the shares of one device are a row of the database of at most 0.1 MB."""
-LOST_SHARE: Final = 0.1
-COLLUDING_SHARE: Final = 0.1
 MAX_PHASE_S: Final = 86_400.0
 LEAST_NORM: Final = 1e-6
 MOST_NORM: Final = 1e6
@@ -43,9 +42,9 @@ def fill_masking(spec: pb.Spec, *, quorum: int) -> None:
     masking.least = masking.least or max(MIN_COHORT, min(quorum, devices // 2 + 1))
     is_asked = masking.HasField("lost_share")
     if not is_asked:
-        masking.lost_share = LOST_SHARE
+        masking.lost_share = defaults.LOST_SHARE
     if not masking.HasField("colluding_share"):
-        masking.colluding_share = COLLUDING_SHARE
+        masking.colluding_share = defaults.COLLUDING_SHARE
     masking.phase_s = masking.phase_s or PHASE_S
     if not 0 < masking.phase_s <= MAX_PHASE_S:
         raise InvalidInput(
@@ -130,9 +129,7 @@ def _parameters(masking: pb.MaskedRounds, cohort: int) -> MaskingParameters:
 
 def _fill_parameters(masking: pb.MaskedRounds, devices: int, fewest: int) -> None:
     """Check that the smallest and the largest cohort of a run can be masked."""
-    from triplane.unified_ir.federated.masking.messages import FAILURE
-
-    masking.failure = masking.failure or FAILURE
+    masking.failure = masking.failure or defaults.MASK_FAILURE
     _parameters(masking, devices)
     if fewest < devices:
         try:

@@ -15,6 +15,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.cli.number_options import flag
 from triplane.unified_ir.cli.robustness import KEY as LIMITS
 from triplane.unified_ir.cli.robustness import limit_facts
+from triplane.unified_ir.federated.core import defaults
 
 if TYPE_CHECKING:
     from triplane.unified_ir.federated.privacy.settings import DifferentialPrivacy
@@ -124,17 +125,19 @@ def privacy_options() -> list[click.Parameter]:
         ),
         click.Option(
             ["--lost-share"], metavar="SHARE", type=share,
-            help="Share of a round's devices that may be lost.  [default: 0.1]",
+            help="Share of a round's devices that may be lost.  "
+            f"[default: {defaults.LOST_SHARE:g}]",
         ),
         click.Option(
             ["--colluding-share"], metavar="SHARE", type=share,
-            help="Share of them that may collude with the cloud.  [default: 0.1]",
+            help="Share of them that may collude with the cloud.  "
+            f"[default: {defaults.COLLUDING_SHARE:g}]",
         ),
         click.Option(
             ["--mask-failure"], metavar="NUMBER",
             type=click.FloatRange(0, 1, min_open=True, max_open=True),
             help="Probability that the bounds on a device's neighbours do not hold.  "
-            "[default: 1e-06]",
+            f"[default: {defaults.MASK_FAILURE:g}]",
         ),
     ]  # fmt: skip
 

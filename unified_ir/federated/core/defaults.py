@@ -21,6 +21,11 @@ QUORUM: Final = 0.8
 DEADLINE_S: Final = 600.0
 PATIENCE_S: Final = 60.0
 
+# What a masked round tolerates: shares of its devices, and the probability that it does not hold.
+LOST_SHARE: Final = 0.1
+COLLUDING_SHARE: Final = 0.1
+MASK_FAILURE: Final = 1e-6
+
 KEEP: Final = 0.1
 """Share of entries that `top-k` sends."""
 HELD_OUT: Final = 0.2

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.core import defaults
 from triplane.unified_ir.federated.masking.fields import MaskedField
 from triplane.unified_ir.federated.masking.parameters import (
     MAX_COHORT,
@@ -34,7 +35,6 @@ from triplane.unified_ir.federated.masking.shamir import SHARE_BYTES
 DIGEST_BYTES: Final = 32
 SEALED_BYTES: Final = 2 * 4 + 2 * SHARE_BYTES + 16
 """Encrypted shares: sender, receiver, two shares, and the tag of AES-GCM."""
-FAILURE: Final = 1e-6
 MAX_FIELDS: Final = 64
 MAX_NUMBER: Final = 1 << 40
 PSEUDONYM: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -59,7 +59,7 @@ class MaskingTerms:
     least: int
     lost_share: float
     colluding_share: float
-    failure: float = FAILURE
+    failure: float = defaults.MASK_FAILURE
 
     def __post_init__(self) -> None:
         check_pseudonym(self.run, "a run")

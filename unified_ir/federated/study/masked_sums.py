@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from triplane.unified_ir.federated.core import defaults
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.masking.encoding import (
     EncodedSection,
@@ -34,9 +35,6 @@ from triplane.unified_ir.federated.privacy.settings import DISTRIBUTED, Differen
 if TYPE_CHECKING:
     from triplane.unified_ir.federated.masking.fields import Vector
 
-LOST_SHARE: Final = 0.1
-COLLUDING_SHARE: Final = 0.1
-FAILURE: Final = 1e-6
 LEAST: Final = 3
 
 
@@ -51,9 +49,9 @@ class MaskedStudy:
     norm: float
     cap: int = 1
     least: int = 0
-    lost_share: float = LOST_SHARE
-    colluding_share: float = COLLUDING_SHARE
-    failure: float = FAILURE
+    lost_share: float = defaults.LOST_SHARE
+    colluding_share: float = defaults.COLLUDING_SHARE
+    failure: float = defaults.MASK_FAILURE
 
     def parameters(self, devices: int) -> MaskingParameters:
         """Return what a cohort of `devices` uses. InvalidInput: it cannot be masked."""
