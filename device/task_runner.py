@@ -54,6 +54,7 @@ from triplane.unified_ir.federated.core.learn import (
     buffers,
     check_labels,
     learn,
+    metric_of_plan,
     shared,
 )
 from triplane.unified_ir.federated.core.vector import VectorLayout, vector_buffers
@@ -232,6 +233,8 @@ class TaskRunner:
         """Raise Conflict if this device does no such work at present."""
         if task.kind in WRITERS:
             self._privacy.check(task.work.run, task.work.round, task.lease, task.noise)
+        if task.kind == "evaluate" and not self._settings.scores:
+            raise Conflict("the owner of this device shares no scores (scores in device.json)")
         if task.message is not None and self._app is None:
             raise Conflict("this device has no ClientApp; its owner gives it one (--app)")
 
@@ -258,12 +261,14 @@ class TaskRunner:
         return self._contribution_of(self._written(plan, task, facts, change), task, stop)
 
     def _begun(self, plan: Plan, task: Task) -> "MaskedRound":
-        """Return the masked round of a task; its base is hashed here, whatever the task says."""
+        """Return the masked round of a task; its state is hashed here, whatever the task says."""
         if task.inline_state:
-            base = hashlib.sha256(task.inline_state).digest()
+            state = hashlib.sha256(task.inline_state).digest()
         else:
-            base = digest_of(self._states.find(task.state.sha256))
-        return self._masked_rounds().begin(task, base, plan.view(*SHARED_ROLES), plan.roles)
+            state = digest_of(self._states.find(task.state.sha256))
+        if task.kind == "evaluate":
+            return self._masked_rounds().begin_scores(task, state, metric_of_plan(plan))
+        return self._masked_rounds().begin(task, state, plan.view(*SHARED_ROLES), plan.roles)
 
     def _advertised(
         self,
@@ -296,6 +301,7 @@ class TaskRunner:
 
     def score(self, plan: Plan, task: Task, stop: StopToken) -> pb.Contribution:
         """Score the shared state before and after adaptation; keep the better for `predict`."""
+        masked = self._begun(plan, task) if task.step else None
         judged = self.model.judge(
             plan,
             StoppablePlan(plan, stop),
@@ -306,9 +312,11 @@ class TaskRunner:
             restart=lambda: self._assign(plan, task),
             other=lambda blob: _stopping(Plan.load(self._home.plans / blob, options=OPTIONS), stop),
         )
-        score = pb.Score(
-            samples=judged.samples, before=judged.before, after=judged.after, round=task.work.round
-        )
+        metric, samples = metric_of_plan(plan), judged.samples
+        before, after = (metric.reported(x, samples) for x in (judged.before, judged.after))
+        if masked is not None:
+            return self._masked_rounds().advertise_scores(task, masked, (before, after), samples)
+        score = pb.Score(samples=samples, before=before, after=after, round=task.work.round)
         return task.contribution(score=score)
 
     def _answer_by_app(
@@ -575,14 +583,11 @@ def _stopping(plan: Plan, stop: StopToken) -> Plan:
 
 
 def _update_facts(task: Task, examples: int, loss: float, began_s: float) -> UpdateFacts:
-    return UpdateFacts(
-        run=task.work.run,
-        round=task.work.round,
-        lease=task.lease,
-        examples=examples,
-        loss=loss,
-        seconds=time.monotonic() - began_s,
-    )
+    facts: dict[str, Any] = {"run": task.work.run, "round": task.work.round, "lease": task.lease}
+    if task.noise is not None:  # epsilon covers no such numbers, and all devices weigh the same
+        return UpdateFacts(**facts, examples=1, loss=0.0, seconds=0.0)
+    seconds = time.monotonic() - began_s
+    return UpdateFacts(**facts, examples=examples, loss=loss, seconds=seconds)
 
 
 def _fitting(ours: Mapping[str, Array], like: Mapping[str, Array]) -> dict[str, Array]:

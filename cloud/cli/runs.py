@@ -13,7 +13,7 @@ from triplane.cloud.cli.connection import Calls
 from triplane.cloud.cli.text import age, duration, enum_text, shown, size, table
 from triplane.cloud.cli.watching import Watchable, bar, live_view, styled_table
 from triplane.proto.federation_pb2 import GetRunRequest, Member, Round, Run, Spread
-from triplane.unified_ir.federated.core.metric import ACCURACY, Metric, metric_named
+from triplane.unified_ir.federated.core.metric import ACCURACY, Metric, Scores, metric_named
 from triplane.unified_ir.federated.privacy.report import spent_text
 
 ROUND_HEADINGS: Final = (
@@ -70,6 +70,7 @@ def headline(run: Run) -> str:
         parts.append("no roster: nothing protects from a cloud that invents devices")
     if spec.HasField("masking"):
         parts.append(f"masked: the cloud learns sums over {spec.masking.least} or more devices")
+    parts += scoring(run)
     if run.members:
         connected = sum(member.connected for member in run.members)
         devices = "device" if len(run.members) == 1 else "devices"
@@ -79,6 +80,21 @@ def headline(run: Run) -> str:
     if run.reason:
         parts.append(run.reason)
     return shown(f"[{run.id}] {', '.join(parts)}")
+
+
+def scoring(run: Run) -> list[str]:
+    """Return what a run's scores tell beside its updates, and whether nobody scored its result."""
+    spec, parts = run.spec, []
+    if spec.scores == Scores.OFF:
+        return ["devices do not score"]
+    if spec.HasField("masking") and spec.scores != Scores.MASKED:
+        parts.append("the cloud sees each device's scores")
+    if spec.HasField("noise"):
+        parts.append("epsilon does not cover scores")
+    ended = [r for r in run.rounds if r.closed_s]
+    if phase_of(run) == "done" and ended and not (ended[-1].evaluates and ended[-1].counted):
+        parts.append("no device scored the result")
+    return parts
 
 
 def masking_lines(run: Run) -> list[str]:
@@ -146,8 +162,10 @@ def scores(round_: Round, metric: Metric) -> str:
 
 
 def _spread(spread: Spread, metric: Metric) -> str:
-    mean, worst = map(metric.text_with_unit, (spread.mean, spread.worst_tenth))
-    return f"{mean} (worst tenth {worst})"
+    mean = metric.text_with_unit(spread.mean)
+    if not spread.HasField("worst_tenth"):
+        return f"{mean} (masked)"
+    return f"{mean} (worst tenth {metric.text_with_unit(spread.worst_tenth)})"
 
 
 def member_row(member: Member, metric: Metric = ACCURACY) -> tuple[str, ...]:

@@ -135,7 +135,8 @@ def _spread_row(round_: Round, metric: str) -> Row:
 
 def _values(spread: Spread, metric: str) -> Row:
     names = ("mean", "worst", "worst_tenth")
-    return {name: _score(getattr(spread, name), metric) for name in names}
+    known = [name for name in names if name == "mean" or spread.HasField(name)]  # masked: the mean
+    return {name: _score(getattr(spread, name), metric) for name in known}
 
 
 def _score(score: float, metric: str) -> float:

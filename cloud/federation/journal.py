@@ -24,7 +24,7 @@ from triplane.proto.errors import Conflict, Corrupt
 from triplane.proto.messages import value_from
 from triplane.unified_ir.federated.core import run as core
 from triplane.unified_ir.federated.core.masked_step import PHASE_S
-from triplane.unified_ir.federated.core.metric import ACCURACY
+from triplane.unified_ir.federated.core.metric import ACCURACY, Scores
 from triplane.unified_ir.federated.core.run import Event
 from triplane.unified_ir.federated.core.run_plan import ADDED, RunPlan
 
@@ -312,6 +312,7 @@ def plan_of(spec: pb.Spec) -> RunPlan:
         clip=0.0 if privacy is None else privacy.clip,
         least=spec.masking.least,
         phase_s=spec.masking.phase_s or PHASE_S,
+        scores=Scores(spec.scores or Scores.CLEAR),
     )
 
 

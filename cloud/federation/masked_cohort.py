@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, TriplaneError, Unavailable
@@ -23,10 +22,11 @@ from triplane.unified_ir.federated.masking import (
     UpdateEncoding,
     wire,
 )
+from triplane.unified_ir.federated.masking.fields import Vector
 from triplane.unified_ir.federated.masking.noise import noise_length
+from triplane.unified_ir.federated.masking.scores import ScoreEncoding
 from triplane.unified_ir.federated.privacy.distributed import DistributedNoise
 
-Floats = npt.NDArray[np.float32]
 FIELD_OF: Final[Mapping[MaskedStep, str]] = {
     MaskedStep.KEYS: "keys",
     MaskedStep.SHARES: "shares",
@@ -48,9 +48,12 @@ class GivenAnswer:
 
 @dataclass(frozen=True, slots=True)
 class CohortMean:
-    """The weighted mean of `devices` updates, a vector for each section. weight: of all."""
+    """The weighted mean of `devices` updates, a vector for each section. weight: of all.
 
-    sections: tuple[Floats, ...]
+    Of scores there is one vector: those before and after adaptation.
+    """
+
+    sections: tuple[Vector, ...]
     weight: int
     devices: int
 
@@ -77,7 +80,7 @@ class MaskedCohort:
     def __init__(
         self,
         terms: MaskingTerms,
-        encoding: UpdateEncoding,
+        encoding: UpdateEncoding | ScoreEncoding,
         norms: tuple[float, ...],
         noise: DistributedNoise | None = None,
     ) -> None:
@@ -195,8 +198,11 @@ class MaskedCohort:
 
     def _unmasked(self) -> CohortMean:
         sums, devices = self._cloud.sum(), len(self._cloud.contributors)
-        means, weight = self._encoding.decode(sums, devices, cohort=len(self._cloud.session))
-        for section, norm, mean in zip(self._encoding.sections, self._norms, means, strict=True):
+        encoding = self._encoding
+        means, weight = encoding.decode(sums, devices, cohort=len(self._cloud.session))
+        if isinstance(encoding, ScoreEncoding):
+            return CohortMean(means, weight, devices)
+        for section, norm, mean in zip(encoding.sections, self._norms, means, strict=True):
             # No device can be asked alone, so the mean is held to what honest devices can reach.
             # By its weight: one device that takes from the masked sum of weights what the others
             # gave would lengthen the mean by as much.
@@ -204,7 +210,7 @@ class MaskedCohort:
             rounding = section.error_bound(devices)
             if self._noise is not None:
                 rounding += section.step * noise_length(self._noise, devices)
-            most = norm + rounding * self._encoding.cap / weight
+            most = norm + rounding * encoding.cap / weight
             if not length <= most:
                 raise Corrupt(
                     f"the mean of {devices} masked updates has the norm {length:.4g}; updates of "

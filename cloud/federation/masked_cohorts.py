@@ -30,15 +30,18 @@ from triplane.unified_ir.federated.core.files import Like, like_of, read_state
 from triplane.unified_ir.federated.core.learn import BUFFER, PARAMETER, shared
 from triplane.unified_ir.federated.core.masked_round import answer_of, has_taken
 from triplane.unified_ir.federated.core.masked_step import STEPS, MaskedStep
+from triplane.unified_ir.federated.core.metric import metric_named
 from triplane.unified_ir.federated.core.run import (
     Exchange,
     Exchanged,
     Lease,
     RunState,
+    Score,
 )
 from triplane.unified_ir.federated.masking import MaskingTerms, wire
 from triplane.unified_ir.federated.masking.encoding import MAX_CAP
 from triplane.unified_ir.federated.masking.integers import packed_bytes
+from triplane.unified_ir.federated.masking.scores import ScoreEncoding, score_base
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +102,9 @@ class MaskedCohorts:
     ) -> MakeEvent:
         """Take the answers of a step; return the event `Exchanged`."""
         refused: Mapping[str, str] = {}
+        score: Score | None = None
         try:
-            refused, failure = await asyncio.to_thread(
+            refused, failure, score = await asyncio.to_thread(
                 self._exchange, record, projection.state, order
             )
         except (Corrupt, InvalidInput, NotFound) as error:  # an answer cannot be read back
@@ -115,6 +119,7 @@ class MaskedCohorts:
             step=order.step,
             refused=reasons,
             failure=printable(failure),
+            score=score,
         )
 
     def asks(self, record: RunRecord, state: RunState, device: str) -> pb.MaskingStep | None:
@@ -166,14 +171,16 @@ class MaskedCohorts:
 
     def _exchange(
         self, record: RunRecord, state: RunState, order: Exchange
-    ) -> tuple[dict[str, str], str]:
-        known = self._of(record, state)
+    ) -> tuple[dict[str, str], str, Score | None]:
+        known, round_ = self._of(record, state), state.round
         if known.cohort is None or not known.cohort.is_at(order.step):
             self._replayed(record, state)
         assert known.cohort is not None
         answers = [self._answer(record, lease, order.step) for lease in order.leases]
         refused, failure = known.cohort.take(order.step, answers)
-        return refused, failure and failure + _silent_text(state, order)
+        is_scored = order.step.next is None and round_ is not None and round_.evaluates
+        score = _mean_score(known.cohort.mean, order) if is_scored and not failure else None
+        return refused, failure and failure + _silent_text(state, order), score
 
     def _replayed(self, record: RunRecord, state: RunState) -> MaskedCohort:
         """Compute the cohort from the answers that were taken."""
@@ -199,25 +206,12 @@ class MaskedCohorts:
         return GivenAnswer(lease.device, message, data)
 
     def _terms(self, record: RunRecord, state: RunState) -> RoundTerms:
-        spec, round_, prepared = record.spec, state.round, record.prepared
-        assert prepared is not None
+        round_, base, masking = state.round, bytes.fromhex(state.shared), record.spec.masking
         assert round_ is not None
-        assert round_.masked is not None
-        like = self._like(record)
-        parameters, buffers = (
-            sum(int(np.prod(like[name][1])) for name in names) for names in _sections(record, like)
-        )
-        encoding = round_encoding(
-            spec,
-            parameters=parameters,
-            buffers=buffers,
-            cap=_cap(record, round_.masked.cap),
-            seed=_seed(state),
-        )
-        masking = spec.masking
+        encoding, norms = self._encoding(record, state)
         terms = MaskingTerms(
             run=record.id,
-            base=bytes.fromhex(state.shared),
+            base=score_base(base) if round_.evaluates else base,
             round=round_.number,
             attempt=round_.attempt,
             fields=encoding.parsed.fields,
@@ -227,8 +221,31 @@ class MaskedCohorts:
             failure=masking.failure,
         )
         message = pb.MaskingStep(terms=wire.terms_message(terms), encoding=encoding.message)
-        norms = (encoding.message.norm,) * len(encoding.parsed.sections)
         return RoundTerms(terms, encoding, norms, message)
+
+    def _encoding(
+        self, record: RunRecord, state: RunState
+    ) -> tuple[RoundEncoding, tuple[float, ...]]:
+        """Return the encoding of a round's inputs, and the norm of each section of an update."""
+        round_, prepared = state.round, record.prepared
+        assert prepared is not None
+        assert round_ is not None
+        assert round_.masked is not None
+        if round_.evaluates:
+            scores = ScoreEncoding(metric_named(prepared.metric), min(round_.masked.cap, MAX_CAP))
+            return RoundEncoding(pb.MaskingEncoding(cap=scores.cap), scores, None), ()
+        like = self._like(record)
+        parameters, buffers = (
+            sum(int(np.prod(like[name][1])) for name in names) for names in _sections(record, like)
+        )
+        encoding = round_encoding(
+            record.spec,
+            parameters=parameters,
+            buffers=buffers,
+            cap=_cap(record, round_.masked.cap),
+            seed=_seed(state),
+        )
+        return encoding, (encoding.message.norm,) * (bool(parameters) + bool(buffers))
 
     def _like(self, record: RunRecord) -> Like:
         if record.id not in self._likes:
@@ -238,6 +255,11 @@ class MaskedCohorts:
             state = read_state(path, plan=prepared.plan_digest, verified=True)
             self._likes[record.id] = like_of(state)
         return self._likes[record.id]
+
+
+def _mean_score(mean: CohortMean, order: Exchange) -> Score:
+    before, after = map(float, mean.sections[0])
+    return Score(samples=mean.weight, before=before, after=after, round=order.number)
 
 
 def _silent_text(state: RunState, order: Exchange) -> str:

@@ -13,6 +13,7 @@ from triplane.unified_ir.federated.core.masked_step import PHASE_S
 if TYPE_CHECKING:
     from triplane.unified_ir.federated.masking.encoding import UpdateEncoding
     from triplane.unified_ir.federated.masking.parameters import MaskingParameters
+    from triplane.unified_ir.federated.masking.scores import ScoreEncoding
     from triplane.unified_ir.federated.privacy.distributed import DistributedNoise
 
 MAX_MASKED_COHORT: Final = 1000
@@ -81,10 +82,10 @@ def least_and_honest(spec: pb.Spec) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class RoundEncoding:
-    """How the devices of a round encode their updates. noise: of each device, or None."""
+    """How the devices of a round encode updates or scores. noise: of each device, or None."""
 
     message: pb.MaskingEncoding
-    parsed: UpdateEncoding
+    parsed: UpdateEncoding | ScoreEncoding
     noise: DistributedNoise | None
 
     @property

@@ -203,7 +203,8 @@ ENCODINGS: dict[str, tuple[dict[str, Any], str]] = {
 }
 TASKS: dict[str, tuple[dict[str, Any], str]] = {
     "compression": ({"learn": pb.Learn(compression="int8")}, "is not compressed"),
-    "a score": ({"evaluate": pb.Evaluate(steps=1)}, "a task to learn, got 'keys'"),
+    "a score": ({"evaluate": pb.Evaluate(steps=1)}, "plan and encoding are 2 of 45+0 bits"),
+    "an answer of an app": ({"flower": pb.Blob()}, "a task to learn or evaluate, got 'keys'"),
 }
 
 
@@ -578,7 +579,7 @@ def test_a_damaged_ledger_stops_masked_rounds_and_no_others(tmp_path):
     [{"owner": {"masked_only": True}}, {"statement": {"masking": LeastMasking()}}],
     ids=["owner", "signature"],
 )
-def test_an_update_in_the_clear_is_declined_where_masking_is_demanded(tmp_path, options):
+def test_nothing_in_the_clear_is_sent_where_masking_is_demanded(tmp_path, options):
     async def story():
         async with play(tmp_path, **options) as made:
             made.stage.tell(made.stage.task(1, **made.files))
@@ -588,8 +589,8 @@ def test_an_update_in_the_clear_is_declined_where_masking_is_demanded(tmp_path, 
             return plain, score, await made.asked(made.round.step(), 3)
 
     plain, score, masked = within(story())
-    assert "demand masking, and updates are in the clear" in plain.declined
-    assert score.WhichOneof("outcome") == "score"
+    assert "demand masking, and there is none" in plain.declined
+    assert "demand masking, and there is none" in score.declined
     assert masked.WhichOneof("outcome") == "masked"
 
 

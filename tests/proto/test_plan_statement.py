@@ -118,7 +118,7 @@ def rule_fields():
 @pytest.mark.parametrize(
     ("masking", "reason"),
     [
-        (None, "must demand masking, and updates are in the clear"),
+        (None, "must demand masking, and there is none"),
         (LeastMasking(0.05, 1e-6), "a share of at least 0.1 colluding devices, got 0.05"),
         (LeastMasking(0.1, 1e-3), "a probability of at most 1e-06, got 0.001"),
         (LeastMasking(0.2, 1e-9), ""),

@@ -17,6 +17,7 @@ from triplane.unified_ir.federated.masking import (
     MaskingLedger,
     wire,
 )
+from triplane.unified_ir.federated.masking.scores import ScoreEncoding, score_base
 from triplane.unified_ir.federated.privacy import secret
 
 NORM = 0.5
@@ -31,6 +32,8 @@ def masked_request(
     if lost_share is not None:
         masking.lost_share = lost_share
     masking.least = fields.pop("least", 3)
+    # Tests of the rounds that learn look at each score; those of masked scores ask for them.
+    fields = {"scores": "clear"} | fields
     cohort = {"devices": devices, "quorum": 1.0} | fields.pop("cohort", {})
     robustness = pb.Robustness(norm_bound=str(norm))
     return start_request(masking=masking, cohort=cohort, robustness=robustness, **fields)
@@ -81,6 +84,7 @@ class MaskedDevice(Device):
     lies: bool = False
     in_the_clear: bool = False
     repeats: bool = False
+    scored: dict[int, learn.LearnerScore] = field(default_factory=dict)
 
     def __post_init__(self):
         super().__post_init__()
@@ -149,6 +153,8 @@ class MaskedDevice(Device):
 
     def _begun(self, task):
         plan = self.plan(task)
+        if task.WhichOneof("work") == "evaluate":
+            return self._began_scores(plan, task)
         made = learn.learn(plan, work_of(task, self.name), self.shard)
         sections = sections_of(made.change, plan)
         sizes = [sum(x.size for x in kind.values()) for kind in sections]
@@ -158,15 +164,6 @@ class MaskedDevice(Device):
         )
         kinds = [clipped(kind, task.masking.encoding.norm) for kind in sections if kind]
         flat = [np.concatenate([x.reshape(-1) for x in kind.values()]) for kind in kinds]
-        terms = wire.terms_of(
-            task.masking.terms, run=task.run, round_=task.round, base=task.state.sha256
-        )
-        assert terms.fields == encoding.fields
-        known: dict = {}
-        device = MaskingDevice(
-            terms, wire.pseudonym(self.signer.public_der), signer=self.signer,
-            verifier=Known(known), store=self.ledger,
-        )  # fmt: skip
         vectors = encoding.encode(flat, made.examples)
         if variance:
             levels, weight = vectors
@@ -176,9 +173,31 @@ class MaskedDevice(Device):
             for vector in vectors[:-1]:
                 vector[:] = 255
         change = {name: x for kind in kinds for name, x in kind.items()}
-        self.open[task.lease] = Secrets(
-            device, known, vectors, change, made.examples, [list(kind) for kind in kinds]
+        return self._advertised(
+            task, task.state.sha256, encoding, vectors, change, made.examples,
+            [list(kind) for kind in kinds],
+        )  # fmt: skip
+
+    def _began_scores(self, plan, task):
+        made = learn.evaluate(
+            plan, work_of(task, self.name), self.shard, steps=task.evaluate.steps
         )
+        encoding = ScoreEncoding(learn.metric_of_plan(plan), task.masking.encoding.cap)
+        self.scored[task.round] = made
+        vectors = encoding.encode((made.before, made.after), made.samples)
+        return self._advertised(
+            task, score_base(task.state.sha256), encoding, vectors, {}, made.samples, []
+        )
+
+    def _advertised(self, task, base, encoding, vectors, *kept):
+        terms = wire.terms_of(task.masking.terms, run=task.run, round_=task.round, base=base)
+        assert terms.fields == encoding.fields
+        known: dict = {}
+        device = MaskingDevice(
+            terms, wire.pseudonym(self.signer.public_der), signer=self.signer,
+            verifier=Known(known), store=self.ledger,
+        )  # fmt: skip
+        self.open[task.lease] = Secrets(device, known, vectors, *kept)
         return wire.advertisement_message(device.advertise(), self.signer.public_der)
 
 

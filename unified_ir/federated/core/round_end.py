@@ -18,6 +18,7 @@ from triplane.unified_ir.federated.core.run import (
     Round,
     RunState,
 )
+from triplane.unified_ir.federated.core.metric import Scores
 from triplane.unified_ir.federated.core.spoilt import after_loss, is_spoilt, most_loss
 
 
@@ -52,6 +53,7 @@ def turn_after(state: RunState, number: int) -> tuple[int, bool]:
     """Return the turn after a learning round that is over."""
     every = state.plan.evaluate_every
     judged = number == state.plan.rounds or (every > 0 and number % every == 0)
+    judged = judged and state.plan.scores is not Scores.OFF
     return (number, True) if judged else (number + 1, False)
 
 

@@ -418,6 +418,7 @@ class Exchanged:
     """The answers to a step of a masked round were taken, and there is something for each device.
 
     refused: why an answer was not taken, by device. failure: why the round cannot go on, or empty.
+    score: of the last step of an evaluating round, the means over its cohort.
     """
 
     at_s: float
@@ -426,6 +427,7 @@ class Exchanged:
     step: MaskedStep
     refused: Mapping[str, str]
     failure: str = ""
+    score: Score | None = field(default=None, metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
