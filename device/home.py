@@ -67,8 +67,8 @@ class DeviceSettings:
     privacy_epsilon, privacy_delta: what updates to all runs together may spend, 0 for no limit;
     with a limit, the device learns only in runs with differential privacy.
     roster_required: take part only while a signed roster of devices lists this device.
-    masked_only: send no update and no score in the clear. least_colluding_share, most_failure: the weakest
-    masking that the device takes part in, see `LeastMasking`.
+    masked_only: send no update and no score in the clear. least_colluding_share, most_failure: the
+    weakest masking that the device takes part in, see `LeastMasking`.
     """
 
     population: str = "default"

@@ -168,17 +168,19 @@ def _spread(spread: Spread, metric: Metric) -> str:
     return f"{mean} (worst tenth {metric.text_with_unit(spread.worst_tenth)})"
 
 
-def member_row(member: Member, metric: Metric = ACCURACY) -> tuple[str, ...]:
-    """Return the row of one device."""
-    scored = member.HasField("score")
+def member_row(
+    member: Member, metric: Metric = ACCURACY, *, is_masked: bool = False
+) -> tuple[str, ...]:
+    """Return the row of one device. is_masked: nobody knows its scores."""
+    scored, unknown = member.HasField("score"), "masked" if is_masked else ""
     declined = f", {member.declined} declined" if member.declined else ""
     return (
         member.device + ("" if member.connected else " (away)"),
         str(member.examples),
         str(member.counted),
         f"{member.dropped}{declined}" if member.dropped else "",
-        metric.text_with_unit(member.score.before) if scored else "",
-        metric.text_with_unit(member.score.after) if scored else "",
+        metric.text_with_unit(member.score.before) if scored else unknown,
+        metric.text_with_unit(member.score.after) if scored else unknown,
         cut(f"waits: {member.waits}" if member.waits else why_text(member)),
     )
 
@@ -230,7 +232,8 @@ def run_text(run: Run) -> str:
         rows = [round_row(r, metric) for r in run.rounds[-LAST_ROUNDS:]]
         lines += ["", table(round_headings(run), rows)]
     if run.members:
-        rows = [member_row(m, metric) for m in run.members[:MOST_MEMBERS]]
+        is_masked = run.spec.scores == Scores.MASKED
+        rows = [member_row(m, metric, is_masked=is_masked) for m in run.members[:MOST_MEMBERS]]
         lines += ["", table(MEMBER_HEADINGS, rows)]
     if len(run.members) > MOST_MEMBERS:
         lines.append(f"and {len(run.members) - MOST_MEMBERS} more; all of them with --json")

@@ -172,9 +172,7 @@ def test_a_round_below_the_signed_size_is_declined(tmp_path, least, task, reason
     ],
 )
 def test_scores_are_bound_by_signature_and_owner(tmp_path, signed, owner, reason):
-    task = with_plan(
-        "plans", changes={"least": signed}, cohort=2, evaluate=pb.Evaluate(steps=1)
-    )
+    task = with_plan("plans", changes={"least": signed}, cohort=2, evaluate=pb.Evaluate(steps=1))
     said = answer(tmp_path, task, settings=owner, shard=plans.shard(held_out=4))
     assert reason in said.declined
     assert bool(reason) == (said.WhichOneof("outcome") == "declined")

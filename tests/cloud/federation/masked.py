@@ -179,9 +179,7 @@ class MaskedDevice(Device):
         )  # fmt: skip
 
     def _began_scores(self, plan, task):
-        made = learn.evaluate(
-            plan, work_of(task, self.name), self.shard, steps=task.evaluate.steps
-        )
+        made = learn.evaluate(plan, work_of(task, self.name), self.shard, steps=task.evaluate.steps)
         encoding = ScoreEncoding(learn.metric_of_plan(plan), task.masking.encoding.cap)
         self.scored[task.round] = made
         vectors = encoding.encode((made.before, made.after), made.samples)

@@ -419,7 +419,8 @@ def test_a_mean_score_that_no_devices_have_is_refused_and_the_run_goes_on(tmp_pa
 
     def prepare(devices):
         devices[0].twist = lies
-        devices[0].shard.held_out = {n: x[:1] for n, x in devices[0].shard.held_out.items()}
+        held_out = devices[0].shard.held_out
+        held_out.update({name: x[:1] for name, x in held_out.items()})
 
     request = masked_request(3, scores="masked", rounds=1)
     run, _, _ = within(run_of(tmp_path, 3, request, prepare))

@@ -26,7 +26,9 @@ def test_the_mean_of_a_sum_is_the_mean_over_samples_but_for_the_rounding(data, m
     low, high = encoding.range
     score = st.floats(low, high)
     devices = data.draw(
-        st.lists(st.tuples(st.tuples(score, score), st.integers(1, 1 << 21)), min_size=n, max_size=n)
+        st.lists(
+            st.tuples(st.tuples(score, score), st.integers(1, 1 << 21)), min_size=n, max_size=n
+        )
     )
     (means,), weight = encoding.decode(summed(encoding, devices), n, cohort=n)
     weights = [min(samples, cap) for _, samples in devices]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from triplane.unified_ir.federated.core.limits import lower_median
+from triplane.unified_ir.federated.core.metric import Scores
 from triplane.unified_ir.federated.core.run import (
     NEWEST_RULES,
     UNWILLING,
@@ -18,7 +19,6 @@ from triplane.unified_ir.federated.core.run import (
     Round,
     RunState,
 )
-from triplane.unified_ir.federated.core.metric import Scores
 from triplane.unified_ir.federated.core.spoilt import after_loss, is_spoilt, most_loss
 
 

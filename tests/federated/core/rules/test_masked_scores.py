@@ -67,7 +67,7 @@ def scoring(scores=Scores.MASKED, held_out=(5, 6, 7, 100), **changes):
     for name, samples in zip(NAMES, held_out, strict=True):
         joined = Joined(at_s=0.0, device=name, examples=10, held_out=samples)
         state, _ = step(state, joined)
-    state, _ = through(state, NAMES)
+    state, _ = through(state, [x.device for x in state.round.leases])
     return step(state, Reduced(at_s=3.0, number=1, shared="s1"))
 
 
