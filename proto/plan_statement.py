@@ -111,7 +111,8 @@ class Least:
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any]) -> "Least":
         """Return the numbers of a signed document. InvalidInput."""
-        return cls(*(fields[name] for name in _LEAST), fields.get(_HELD_OUT, 1))
+        devices, batch, steps = (fields[name] for name in _LEAST)
+        return cls(devices, batch, steps, fields.get(_HELD_OUT, 1))
 
     @property
     def text(self) -> str:

@@ -134,9 +134,9 @@ def _spread_row(round_: Round, metric: str) -> Row:
 
 
 def _values(spread: Spread, metric: str) -> Row:
-    names = ("mean", "worst", "worst_tenth")
-    known = [name for name in names if name == "mean" or spread.HasField(name)]  # masked: the mean
-    return {name: _score(getattr(spread, name), metric) for name in known}
+    # Of masked scores only the mean is known.
+    names = ("mean", "worst", "worst_tenth") if spread.HasField("worst") else ("mean",)
+    return {name: _score(getattr(spread, name), metric) for name in names}
 
 
 def _score(score: float, metric: str) -> float:

@@ -23,6 +23,7 @@ from triplane.device.status import _model
 from triplane.proto import federation_pb2 as pb
 from triplane.unified_ir.federated.algorithms import Hyper, plan_of
 from triplane.unified_ir.federated.core.learn import Work
+from triplane.unified_ir.federated.core.metric import LOSS
 from triplane.unified_ir.runtime import Plan
 
 WORK = Work(

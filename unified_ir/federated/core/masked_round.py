@@ -9,8 +9,8 @@ that step has the deadline of a round, and the others have `phase_s`.
     lost in signatures or reveals            its update stays in the sum; the lease is left open
 
 A device that was asked for its masked input is spent: whatever happens to the round, it contributes
-for this state no second time, because two sums that differ by one device tell its update. An
-evaluating round can be masked, too: its inputs are scores, and it is not repeated if it is given up.
+for this state no second time, because two sums that differ by one device tell its update.
+An evaluating round can be masked, too: its inputs are scores, and it is not repeated.
 """
 
 from __future__ import annotations

@@ -24,10 +24,10 @@ ADDED: Final = {OMIT_DEFAULT: True}
 class RunPlan:
     """The plan of a run; see `Cohort` in federation.proto.
 
-    devices: updates that complete a round. asked: leases given for it, at least `devices`.
-    quorum: least number of updates at the deadline; with fewer the round is abandoned.
-    scores: how devices score; evaluate_every: 0 to do so after the last round only. needs_scores:
-    whether an evaluation that every device declines stops the run; it is off with an external strategy, because the apps
+    devices: updates that complete a round. asked: leases given for it, at least `devices`. quorum:
+    least number of updates at the deadline; with fewer the round is abandoned. scores: how devices
+    score; evaluate_every: 0 to do so after the last round only. needs_scores: whether an evaluation
+    that every device declines stops the run; it is off with an external strategy, because the apps
     of the devices' owners often cannot evaluate. returns: how often the run may return from a
     spoilt state to its last good one; see `spoilt`. least: fewest devices whose masked sum may be
     unmasked; 0 where updates are in the clear. phase_s: time for each step of a masked round after
