@@ -168,7 +168,7 @@ command.add_command(simulate)
     help="Rounds between evaluations on every device.  [default: only after the last round]",
 )  # fmt: skip
 @click.option(
-    "--scores", type=click.Choice([x.value for x in Scores]), default="",
+    "--scores", type=click.Choice([x.value for x in Scores]),
     help="How devices score the models: each in the clear, as a masked mean, or not at all. "
     " [default: masked with --mask, off with --noise distributed without --evaluate-every]",
 )  # fmt: skip
