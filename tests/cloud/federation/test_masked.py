@@ -137,7 +137,9 @@ def test_the_state_of_a_masked_run_moves_by_the_weighted_mean_of_the_updates(
 @pytest.mark.long
 @pytest.mark.parametrize("step", ["share", "mask", "sign", "unmask"])
 def test_a_device_lost_in_a_step_is_in_the_sum_only_if_its_input_came(tmp_path, step):
-    request = masked_request(5, lost_share=0.2, phase_s=1.0, rounds=1)
+    # The shares are waited for until the deadline of the round.
+    cohort = {"deadline_s": 20.0 if step == "share" else 600.0}
+    request = masked_request(5, lost_share=0.2, phase_s=1.0, rounds=1, cohort=cohort)
     run, devices, states = within(
         run_of(tmp_path, 5, request, lambda devices: devices[2].lost.update({1: step}))
     )

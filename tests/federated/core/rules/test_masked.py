@@ -13,6 +13,8 @@ from triplane.unified_ir.federated.core.masked_round import MAX_KEYS, answer_of
 from triplane.unified_ir.federated.core.masked_step import STEPS, MaskedStep, StepAnswer
 from triplane.unified_ir.federated.core.rules import due_s
 from triplane.unified_ir.federated.core.run import (
+    NEVER,
+    RULES_WITH_WATCHES,
     Declined,
     Exchange,
     Exchanged,
@@ -31,7 +33,6 @@ from triplane.unified_ir.federated.core.run import (
     Tell,
     Tick,
 )
-from triplane.unified_ir.federated.core.selection import NEVER
 from triplane.unified_ir.federated.privacy.budget import run_budget
 
 KEYS, SHARES, INPUTS, SIGNATURES, REVEALS = STEPS
@@ -154,19 +155,57 @@ def test_a_device_that_is_silent_in_a_step_counts_if_its_input_came(what):
     names = DEVICES[:4]
     state = through(begun(), names, what)
     state, _ = answered(state, names[:3], at_s=3.0)
-    assert due_s(state) == 31.0, "the time of a step begins with it"
-    state, effects = step(state, Tick(at_s=31.0))
+    ends_s = 60.0 if what is SHARES else 31.0
+    assert due_s(state) == ends_s, "the time of a step begins with it, or it is the round's"
+    state, effects = step(state, Tick(at_s=ends_s))
     assert exchanges(effects) == [list(names[:3])]
     stays = what.is_at_least(SIGNATURES)
     assert outcomes(state.round)[names[3]] is (Outcome.OPEN if stays else Outcome.LOST)
-    state, effects = step(state, exchanged(state, 32.0))
+    now_s = ends_s + 1.0
+    state, effects = step(state, exchanged(state, now_s))
     while state.phase is Phase.COLLECTING:
-        state, effects = answered(state, names[:3], 32.0)
+        state, effects = answered(state, names[:3], now_s)
         assert exchanges(effects) == [list(names[:3])]
-        state, effects = step(state, exchanged(state, 32.0))
+        state, effects = step(state, exchanged(state, now_s))
     ((order),) = reduces(effects)
     assert [x.device for x in order.leases] == list(names[: 3 + stays])
     assert state.members[names[3]].counted == stays
+
+
+def test_a_device_that_is_busy_when_its_shares_are_due_is_waited_for():
+    names = DEVICES[:4]
+    state = through(begun(), names, SHARES)
+    state, _ = answered(state, names[:3], at_s=3.0)
+    state, _ = step(state, Tick(at_s=59.0))
+    state, effects = step(state, answer(state, names[3], at_s=59.5))
+    assert exchanges(effects) == [list(names)]
+
+
+def test_a_device_that_is_gone_when_its_shares_are_due_is_lost_after_the_patience():
+    names = DEVICES[:4]
+    state = through(begun(patience_s=5.0), names, SHARES)
+    state, _ = answered(state, names[:3], at_s=3.0)
+    state, _ = step(state, Left(at_s=4.0, device=names[3]))
+    assert due_s(state) == 9.0
+    state, effects = step(state, Tick(at_s=9.0))
+    assert exchanges(effects) == [list(names[:3])]
+
+
+def test_shares_have_the_time_of_a_step_where_the_keys_took_the_time_of_the_round():
+    names = DEVICES[:4]
+    state, _ = answered(begun(quorum=3), names[:3], at_s=3.0)
+    state, _ = step(state, Tick(at_s=60.0))
+    state, _ = step(state, exchanged(state, 61.0))
+    assert (state.round.masked.step, due_s(state)) == (SHARES, 91.0)
+    again, _ = step(state, Restarted(at_s=80.0, epoch="e2"))
+    for name in names[:3]:
+        again, _ = step(again, Joined(at_s=80.0, device=name, examples=10))
+    assert due_s(again) == 110.0
+
+
+def test_shares_of_a_run_of_earlier_rules_have_the_time_of_a_step():
+    state = replace(through(begun(), DEVICES[:4], SHARES), rules=RULES_WITH_WATCHES)
+    assert due_s(state) == 31.0
 
 
 def test_a_device_that_was_away_too_long_leaves_at_the_next_step():
