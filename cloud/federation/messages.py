@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Final
 
 from triplane.cloud.federation.journal import RunRecord
+from triplane.cloud.federation.masked_spec import cohort_masking
 from triplane.cloud.federation.private_runs import noise_terms, why_fewer_rounds
 from triplane.cloud.federation.run_projection import RunProjection
 from triplane.cloud.federation.spec import fewest_updates
@@ -72,7 +73,8 @@ def run_message(
         ("round", "members", "rounds", "refusals", "revision", "metric", "epsilon_spent")
     )
     phase = pb.Run.Phase.Value((record.before or "preparing").upper())
-    message = message_from(pb.Run, record, phase=phase, roster=roster, **later)
+    masking = cohort_masking(record.spec)
+    message = message_from(pb.Run, record, phase=phase, roster=roster, masking=masking, **later)
     if projection is not None:
         _add_state(message, projection, rounds=rounds, down=down)
         if (budget := projection.state.budget) is not None:
