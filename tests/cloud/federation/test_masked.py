@@ -234,11 +234,13 @@ def test_the_run_says_whose_shares_made_a_round_fail_and_other_devices_do_not_le
 
     run, devices, _ = within(run_of(tmp_path, 3, masked_request(3), prepare))
     assert run.phase == pb.Run.STOPPED
-    assert "recover the self mask of 'bob'" in run.rounds[0].given_up
+    assert "neighbours of 'bob' (" in run.rounds[0].given_up
     assert run.rounds[0].given_up in run.reason
-    settled = [s.reason for d in devices for work in d.heard for s in work.settled]
-    assert settled
-    assert {*settled} == {"the round was given up"}
+    ((refusal),) = run.refusals.reasons
+    assert "could not open the shares that it sealed" in refusal.newest
+    settled = {d.name: {s.reason for work in d.heard for s in work.settled} for d in devices}
+    assert settled.pop("bob") == {refusal.newest}
+    assert [*settled.values()] == [{"the round was given up"}] * 2
 
 
 @pytest.mark.long

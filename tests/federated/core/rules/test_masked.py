@@ -334,6 +334,15 @@ def test_refused_answers_leave_the_round_and_are_counted():
     assert exchanges(effects) == [[names[0], *names[2:]]]
 
 
+@pytest.mark.parametrize("what", [INPUTS, REVEALS])
+def test_a_device_that_lied_rests_after_a_round_that_is_given_up(what):
+    names = DEVICES[:4]
+    state, _ = answered(through(begun(), names, what), names)
+    state, _ = step(state, exchanged(state, refused={names[1]: "it lied"}, failure="f"))
+    assert [n for n in names if state.members[n].rests_until > 1] == [names[1]]
+    assert state.refusals == {"masking": 1}
+
+
 def test_a_device_that_is_refused_again_rests_longer():
     names, rests = DEVICES[:4], []
     state = begun()
