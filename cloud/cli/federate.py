@@ -324,6 +324,10 @@ def watch(cloud: Calls, *, run_id: str) -> Answer:
     "--model-digest", type=DIGEST, default="", metavar="HEX",
     help="Root digest of the model file that you reviewed; a plan of another file is not signed.",
 )  # fmt: skip
+@click.option(
+    "--roster", is_flag=True,
+    help="Devices run it only while they know a signed roster of devices; for a masked run.",
+)  # fmt: skip
 @calls_cloud
 def sign(cloud: Calls, **options: Any) -> Answer:
     """Sign the plan of a run, after making it again here.
