@@ -244,7 +244,7 @@ def _spec(
         # Absent if nothing was set: a strategy of Flower does without, and others have defaults.
         robustness=Robustness(**robustness) if robustness else None,
         noise=None if privacy is None else _noise(privacy),
-        masking=None if masking is None else MaskedRounds(phase_s=phase_s, **masking),
+        masking=None if masking is None else MaskedRounds(phase_s=phase_s or 0, **masking),
         **options,
     )
     set_values(spec.hyperparameters, hyper)
