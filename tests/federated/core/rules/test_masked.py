@@ -284,6 +284,24 @@ def test_a_device_is_used_once_it_was_asked_for_its_input_whatever_comes_of_the_
     assert state.charged == 0
 
 
+def test_devices_that_are_spent_and_those_that_are_used_up_make_no_round_together():
+    names = [f"d{number}" for number in range(8)]
+    members = {
+        n: RunMember(device=n, connected=True, examples=9, used_round=NEVER if i < 3 else 1)
+        for i, n in enumerate(names)
+    }
+    budget = run_budget(4.0, 1e-5, 6, most_uses=2)
+    before = replace(
+        fresh(masked_plan(budget=budget, clip=1.0, rounds=6)),
+        members=members, spent=tuple(names[3:7]), turn=(2, False),
+    )  # fmt: skip
+    state, _ = step(before, Tick(at_s=100.0))
+    assert state.phase is Phase.STOPPED
+    assert "4 were asked to in rounds without a sum; 1 others are left of 4 needed" in state.reason
+    older, _ = step(replace(before, rules=RULES_WITH_WATCHES), Tick(at_s=100.0))
+    assert older.phase is Phase.GATHERING, "as it was replayed before"
+
+
 def test_a_device_of_a_masked_round_rests_until_the_separation_is_over():
     state = private(separation=2, most_uses=9)
     assert state.phase is Phase.GATHERING, "4 devices a round, each in every second one, are 8"
