@@ -238,7 +238,7 @@ def test_a_task_for_the_owners_app_is_declined_if_updates_must_be_masked(tmp_pat
         return with_plan("plans", flower=stage.put(message))(stage)
 
     said = answer(tmp_path, task_of, settings={"masked_only": True}, app=object())
-    assert "demand masking, and there is none" in said.declined
+    assert "demand masking, and updates are in the clear" in said.declined
 
 
 @pytest.mark.parametrize(

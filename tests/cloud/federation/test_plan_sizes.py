@@ -52,9 +52,10 @@ def test_a_run_is_masked_as_its_signed_plan_demands():
     in_the_clear = masked()
     in_the_clear.scores = "clear"
     _check_masking(in_the_clear, None)
-    with pytest.raises(Conflict, match="demands masking, and its scores are in the clear"):
+    with pytest.raises(Conflict, match="demands masking, and scores are in the clear"):
         _check_masking(in_the_clear, LeastMasking(0.1))
-    with pytest.raises(Conflict, match="demands masking, and there is none"):
+    _check_masking(masked(), LeastMasking(0.1, roster=True))
+    with pytest.raises(Conflict, match="demands masking, and updates are in the clear"):
         _check_masking(spec(), LeastMasking())
     with pytest.raises(Conflict, match=r"at least 0\.2 colluding devices, got 0\.1"):
         _check_masking(masked(), LeastMasking(0.2))
