@@ -838,30 +838,26 @@ class Spread(_message.Message):
     MEAN_FIELD_NUMBER: _builtins.int
     WORST_FIELD_NUMBER: _builtins.int
     WORST_TENTH_FIELD_NUMBER: _builtins.int
+    MASKED_FIELD_NUMBER: _builtins.int
     mean: _builtins.float
-    """Weighted by held-out samples where scores are masked; the rest is absent there."""
     worst: _builtins.float
     worst_tenth: _builtins.float
     """Mean of the worst tenth of devices, at least one."""
+    masked: _builtins.bool
+    """Of masked scores: only the mean is known, and it is weighted by held-out samples."""
     def __init__(
         self,
         *,
         mean: _builtins.float = ...,
-        worst: _builtins.float | None = ...,
-        worst_tenth: _builtins.float | None = ...,
+        worst: _builtins.float = ...,
+        worst_tenth: _builtins.float = ...,
+        masked: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_worst", b"_worst", "_worst_tenth", b"_worst_tenth", "worst", b"worst", "worst_tenth", b"worst_tenth"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_worst", b"_worst", "_worst_tenth", b"_worst_tenth", "mean", b"mean", "worst", b"worst", "worst_tenth", b"worst_tenth"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["masked", b"masked", "mean", b"mean", "worst", b"worst", "worst_tenth", b"worst_tenth"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__worst: _TypeAlias = _typing.Literal["worst"]  # noqa: Y015
-    _WhichOneofArgType__worst: _TypeAlias = _typing.Literal["_worst", b"_worst"]  # noqa: Y015
-    _WhichOneofReturnType__worst_tenth: _TypeAlias = _typing.Literal["worst_tenth"]  # noqa: Y015
-    _WhichOneofArgType__worst_tenth: _TypeAlias = _typing.Literal["_worst_tenth", b"_worst_tenth"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__worst) -> _WhichOneofReturnType__worst | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__worst_tenth) -> _WhichOneofReturnType__worst_tenth | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Spread: _TypeAlias = Spread  # noqa: Y015
 

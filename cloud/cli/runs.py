@@ -163,7 +163,7 @@ def scores(round_: Round, metric: Metric) -> str:
 
 def _spread(spread: Spread, metric: Metric) -> str:
     mean = metric.text_with_unit(spread.mean)
-    if not spread.HasField("worst_tenth"):
+    if spread.masked:
         return f"{mean} (masked)"
     return f"{mean} (worst tenth {metric.text_with_unit(spread.worst_tenth)})"
 

@@ -146,8 +146,8 @@ def _ended(projection: RunProjection, ended: Ended) -> pb.Round:
 
 def _spread(spread: Spread) -> pb.Spread:
     if math.isfinite(spread.worst):
-        return message_from(pb.Spread, spread)
-    return pb.Spread(mean=spread.mean)  # of masked scores
+        return message_from(pb.Spread, spread, masked=False)
+    return pb.Spread(mean=spread.mean, masked=True)
 
 
 def _at_hand(state: RunState, down: int) -> list[pb.Round]:

@@ -30,8 +30,11 @@ def test_losses_of_a_device_are_numbers_and_not_percent():
     assert row[4:6] == ("2.5", "0.75")
 
 
+MASKED = {"before": Spread(mean=0.5, masked=True), "after": Spread(mean=0.75, masked=True)}
+
+
 def test_of_masked_scores_the_mean_is_shown_and_no_device():
-    round_ = Round(number=2, evaluates=True, before=Spread(mean=0.5), after=Spread(mean=0.75))
+    round_ = Round(number=2, evaluates=True, **MASKED)
     assert round_row(round_)[-1] == "50.0% (masked) -> 75.0% (masked)"
     run = Run(id="0" * 16, spec=Spec(model="m@1", scores="masked"), members=[Member(device="d")])
     assert run_text(run).splitlines()[-1].count("masked") == 2
