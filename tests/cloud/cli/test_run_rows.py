@@ -1,5 +1,7 @@
 """Rows of a run's tables, as people read them."""
 
+from typing import Any
+
 import pytest
 
 from triplane.cloud.cli.runs import headline, masking_lines, member_row, round_row, run_text
@@ -30,7 +32,10 @@ def test_losses_of_a_device_are_numbers_and_not_percent():
     assert row[4:6] == ("2.5", "0.75")
 
 
-MASKED = {"before": Spread(mean=0.5, masked=True), "after": Spread(mean=0.75, masked=True)}
+MASKED: dict[str, Any] = {
+    "before": Spread(mean=0.5, masked=True),
+    "after": Spread(mean=0.75, masked=True),
+}
 
 
 def test_of_masked_scores_the_mean_is_shown_and_no_device():
