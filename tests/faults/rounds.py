@@ -116,7 +116,10 @@ def check_replays(lab, kills, rng, tally):
 
 
 def replayed(lab, run_id):
-    """How many states of the journal follow from its counted updates alone, learnt again here."""
+    """How many rounds led to states that follow from counted updates alone, learnt again here.
+
+    A round after which the run returns to an earlier state is one of them.
+    """
     entry, last, events = lab.journaled(run_id)
     folder, prepared = lab.home.blobs, entry.prepared
     assert prepared is not None
@@ -137,7 +140,7 @@ def replayed(lab, run_id):
             reduced += 1
         projection, _ = follow(projection, event)
     assert projection == last
-    return reduced
+    return reduced + projection.state.watch.returns
 
 
 def reduced_again(plan, state, slots, projection, entry):
