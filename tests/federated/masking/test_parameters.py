@@ -79,7 +79,7 @@ def test_no_second_survivor_set_and_no_second_secret_can_be_had(devices, lost, c
 
 
 @pytest.mark.parametrize(
-    ("cohort", "groups"), [(24, 5), (100, 5), (200, 10), (600, 6), (1000, 20), (1000, 9)]
+    ("cohort", "groups"), [(24, 4), (100, 5), (200, 4), (600, 6), (1000, 20), (1000, 9)]
 )
 @pytest.mark.parametrize("share", [0.02, 0.05, 0.1])
 def test_colluders_of_no_group_are_more_than_its_parameters_say(cohort, groups, share):
