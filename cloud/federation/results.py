@@ -14,6 +14,7 @@ import json
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -243,11 +244,14 @@ class Results:
         row, hyper = algorithm(spec.algorithm), hyper_of(spec)
         if at_hand.masked is not None:
             # Devices kept the limits, and the sum was held to them when it was unmasked.
-            change, mean = self._masked.mean(record, before)
+            means = self._masked.means(record, before)
             if before.budget is not None:
-                change = published_change(spec, change, mean.devices, prepared.frozen)
-            updates = [RoundUpdate(mean.weight, lambda: change)]
-            limits = UNLIMITED
+                means = [
+                    (published_change(spec, change, mean.devices, prepared.frozen), mean)
+                    for change, mean in means
+                ]
+            updates = [RoundUpdate(mean.weight, lambda x=change: x) for change, mean in means]
+            limits = replace(UNLIMITED, aggregator=limits.aggregator, numbers=limits.numbers)
         else:
             updates = self._round_updates(record, order, like)
         if before.budget is not None and at_hand.masked is None:

@@ -211,15 +211,19 @@ class Robustness:
         """What is not protected, in a few words, or empty."""
         return "no norm bound: one device can replace the model" if self.norm_bound == OFF else ""
 
-    def check_count(self, least: int) -> None:
-        """Raise InvalidInput if a round of so few updates is too small for the aggregator."""
+    def check_count(self, least: int, *, of: str = "updates") -> None:
+        """Raise InvalidInput if a round of so few updates is too small for the aggregator.
+
+        of: what it aggregates: updates, or means of groups.
+        """
         needed = self.row.least(self.all_numbers)
         if least < needed:
             numbers = ", ".join(f"{k} {v:g}" for k, v in self.all_numbers.items())
-            of = f" with {numbers}" if numbers else ""
+            chosen = f" with {numbers}" if numbers else ""
+            more = "Ask more devices" if of == "updates" else f"Form more {of}"
             raise InvalidInput(
-                f"the aggregator {self.aggregator}{of} needs at least {needed} updates in each "
-                f"round; a round may have {least}. Ask more devices, or choose another aggregator"
+                f"the aggregator {self.aggregator}{chosen} needs at least {needed} {of} in each "
+                f"round; a round may have {least}. {more}, or choose another aggregator"
             )
 
 
