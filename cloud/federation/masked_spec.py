@@ -47,6 +47,8 @@ def fill_masking(spec: pb.Spec, *, quorum: int) -> None:
             f"{devices}; set --devices"
         )
     groups = masking.groups or 1
+    if groups == 1:
+        masking.groups = 0
     size = devices // groups
     if size < max(MIN_COHORT, masking.least):
         raise InvalidInput(

@@ -14,7 +14,6 @@ import json
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -251,7 +250,7 @@ class Results:
                     for change, mean in means
                 ]
             updates = [RoundUpdate(mean.weight, lambda x=change: x) for change, mean in means]
-            limits = replace(UNLIMITED, aggregator=limits.aggregator, numbers=limits.numbers)
+            limits = limits.of_sums
         else:
             updates = self._round_updates(record, order, like)
         if before.budget is not None and at_hand.masked is None:

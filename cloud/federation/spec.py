@@ -196,10 +196,8 @@ def _fill_robustness(spec: pb.Spec) -> None:
             )
         asked.returns = 0
     limits = robustness_of(spec)
-    if spec.masking.groups:
-        limits.check_count(spec.masking.groups, of="groups")
-    else:
-        limits.check_count(least_updates(spec.cohort.devices, spec.cohort.quorum))
+    fewest = least_updates(spec.cohort.devices, spec.cohort.quorum)
+    limits.check_count(fewest, groups=spec.masking.groups or 1)
     spec.robustness.norm_bound, spec.robustness.aggregator = limits.norm_bound, limits.aggregator
     spec.robustness.numbers.update(limits.all_numbers)
     spec.robustness.returns = limits.returns

@@ -20,6 +20,7 @@ VALUES = {
     "epsilon": "4", "delta": "1e-6", "noise": "central", "noise_multiplier": "1.5", "clip": "0.3",
     "clip_quantile": "0.4", "separation": "5", "correlated": "", "most_uses": "7", "mask": "",
     "least_cohort": "4", "lost_share": "0.2", "colluding_share": "0.05", "mask_failure": "1e-9",
+    "groups": "3",
 }  # fmt: skip
 """A valid value of every option; empty for a flag."""
 
@@ -94,7 +95,9 @@ def test_options_that_were_set_are_in_the_request_and_others_are_the_cloud_s():
     assert adaptive is not None
     assert adaptive.quantile == 0.4
     masked = spec_of(*arguments("mask", *MASKING_FIELDS)).masking
-    assert masked == pb.MaskedRounds(least=4, lost_share=0.2, colluding_share=0.05, failure=1e-9)
+    assert masked == pb.MaskedRounds(
+        least=4, lost_share=0.2, colluding_share=0.05, failure=1e-9, groups=3
+    )
 
 
 def test_help_teaches_what_epsilon_is():

@@ -39,9 +39,9 @@ def test_two_devices_meet_as_often_as_chance_has_it():
     assert abs(met - tries * chance) < 5 * (tries * chance * (1 - chance)) ** 0.5
 
 
-@pytest.mark.parametrize(("devices", "groups"), [(11, 4), (2, 1), (0, 1), (9, 0), (9, -1)])
+@pytest.mark.parametrize(("devices", "groups"), [(11, 4), (5, 2), (0, 2), (9, 0), (9, -1)])
 def test_groups_that_cannot_be_masked_are_refused(devices, groups):
-    words = f"{devices} devices make 1 to {devices // 3} of them, got {groups} groups"
+    words = f"{devices} devices make 1 to {max(1, devices // 3)} of them, got {groups} groups"
     with pytest.raises(InvalidInput, match=words):
         group_sizes(devices, groups)
     with pytest.raises(InvalidInput, match="ask more devices, or form fewer groups"):

@@ -17,13 +17,14 @@ from triplane.unified_ir.federated.masking.parameters import MIN_COHORT
 def group_sizes(devices: int, groups: int) -> tuple[int, ...]:
     """Return the sizes of so many groups of `devices`, larger ones first; they differ by 1 at most.
 
-    InvalidInput: there are no such groups, or one has fewer than `MIN_COHORT` devices.
+    InvalidInput: one of several groups has fewer than `MIN_COHORT` devices. One group is a cohort,
+    whose size `choose_parameters` checks.
     """
-    if not 1 <= groups <= devices // MIN_COHORT:
+    most = max(1, devices // MIN_COHORT)
+    if not 1 <= groups <= most:
         raise InvalidInput(
             f"masking needs groups of at least {MIN_COHORT} devices, and {devices} devices make 1 "
-            f"to {devices // MIN_COHORT} of them, got {groups} groups; ask more devices, or form "
-            "fewer groups"
+            f"to {most} of them, got {groups} groups; ask more devices, or form fewer groups"
         )
     size, larger = divmod(devices, groups)
     return (size + 1,) * larger + (size,) * (groups - larger)

@@ -169,9 +169,10 @@ def _check(
     devices: int, cohort: int, least: int, lost: float, colluding: float, failure: float
 ) -> None:
     if not MIN_COHORT <= least <= devices <= MAX_COHORT:
+        grouped = f"groups of {devices} devices; form fewer groups, or ask more devices"
         raise InvalidInput(
             f"masking needs {MIN_COHORT} <= least cohort <= devices <= {MAX_COHORT}, got least "
-            f"cohort {least} and {devices} devices"
+            f"cohort {least} and {grouped if cohort > devices else f'{devices} devices'}"
         )
     if not devices <= cohort <= MAX_COHORT:
         raise InvalidInput(
