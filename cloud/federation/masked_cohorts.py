@@ -29,7 +29,7 @@ from triplane.proto.roster import Roster
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.files import Like, like_of, read_state
 from triplane.unified_ir.federated.core.learn import BUFFER, PARAMETER, shared
-from triplane.unified_ir.federated.core.masked_round import answer_of, has_taken
+from triplane.unified_ir.federated.core.masked_round import GROUP_LEFT_OUT, answer_of, has_taken
 from triplane.unified_ir.federated.core.masked_step import STEPS, MaskedStep
 from triplane.unified_ir.federated.core.run import (
     Exchange,
@@ -145,8 +145,8 @@ class MaskedCohorts:
     def input_bytes(self, record: RunRecord, state: RunState, device: str) -> int:
         """Return the length of the masked input of a device of the open round."""
         known = self._of(record, state)
-        # The group of a device that is not in the cohort is refused later.
-        return known.terms.input_bytes(known.cohort.group_size(device) or 1 if known.cohort else 1)
+        devices = known.cohort.group_size(device) if known.cohort else 0
+        return known.terms.input_bytes(max(devices, 1))  # outside of the cohort it is refused later
 
     def means(
         self, record: RunRecord, state: RunState
@@ -258,8 +258,9 @@ def _silent_text(state: RunState, order: Exchange) -> str:
     """Return which devices of the cohort did not answer a step, or empty."""
     assert state.round is not None
     answered = {lease.device for lease in order.leases}
-    cohort = [x.device for x in state.round.leases if has_taken(x, MaskedStep.KEYS)]
-    silent = [device for device in cohort if device not in answered]
+    cohort = [x for x in state.round.leases if has_taken(x, MaskedStep.KEYS)]
+    left = [x.device for x in cohort if x.reason != GROUP_LEFT_OUT]
+    silent = [device for device in left if device not in answered]
     more = ", ..." if len(silent) > MAX_NAMED else ""
     names = ", ".join(silent[:MAX_NAMED]) + more
     return f"; no answer to the step {order.step} from {names}" if silent else ""

@@ -149,7 +149,6 @@ def _parameters(masking: pb.MaskedRounds, cohort: int) -> list[MaskingParameters
     from triplane.unified_ir.federated.masking.groups import group_sizes
     from triplane.unified_ir.federated.masking.parameters import choose_parameters
 
-    sizes = group_sizes(cohort, masking.groups) if masking.groups else (cohort,)
     return [
         choose_parameters(
             size,
@@ -159,7 +158,7 @@ def _parameters(masking: pb.MaskedRounds, cohort: int) -> list[MaskingParameters
             colluding_share=masking.colluding_share,
             failure=masking.failure,
         )
-        for size in sorted(set(sizes))
+        for size in sorted(set(group_sizes(cohort, masking.groups or 1)))
     ]
 
 

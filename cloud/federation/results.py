@@ -234,7 +234,7 @@ class Results:
     ) -> Reduction:
         # The graphs come with them.
         from triplane.unified_ir.federated.algorithms import algorithm
-        from triplane.unified_ir.federated.algorithms.aggregators import UNLIMITED, reduce_round
+        from triplane.unified_ir.federated.algorithms.aggregators import reduce_round
 
         prepared, spec, at_hand = record.prepared, record.spec, before.round
         assert prepared is not None

@@ -239,18 +239,6 @@ def test_too_small_a_cohort():
         round_.devices[0].share(smaller)
 
 
-@pytest.mark.parametrize("group", [0, 1])
-def test_each_group_is_a_cohort(group):
-    # A device signs the group with its keys, and none may be smaller than the least cohort.
-    round_ = Round(5, terms(least=4, group=group))
-    round_.advertise()
-    assert round_.cloud.session.parameters.least == 4
-    elsewhere = Round(5, terms(least=4, group=group + 1)).advertise()
-    mixed = (round_.cohort.advertisements[0], *elsewhere.advertisements[1:])
-    with pytest.raises(InvalidInput, match="not signed"):
-        round_.devices[0].share(MaskingCohort(advertisements=mixed))
-
-
 def test_too_few_sharers():
     round_ = Round(8, terms(least=6))
     round_.advertise()

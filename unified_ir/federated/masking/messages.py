@@ -104,8 +104,6 @@ class MaskingTerms:
 
         InvalidInput: one of them is too small.
         """
-        if self.groups == 1:
-            return (self.parameters(cohort),)
         sizes = sorted(set(group_sizes(cohort, self.groups)))
         return tuple(self.parameters(size, cohort=cohort) for size in sizes)
 
