@@ -130,9 +130,7 @@ class MaskedRound:
 
     def mean(self, sums):
         """The sections of the weighted mean, and the weight."""
-        return self.codec.decode(
-            sums, len(self.cloud.contributors), cohort=len(self.cloud.session)
-        )
+        return self.codec.decode(sums, len(self.cloud.contributors), cohort=len(self.cloud.session))
 
     def _position_of(self, device):
         return self.position(device.advertise().device)
