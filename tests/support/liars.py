@@ -3,13 +3,20 @@
 import contextlib
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 
 from triplane.unified_ir.federated.core.learn import Shard
+from triplane.unified_ir.federated.privacy.clipping import l2_norm
+from triplane.unified_ir.federated.study.masked_sums import MaskedSum
 from triplane.unified_ir.federated.study.server import MeanServer
 
 MOST_EXAMPLES = 2**32 - 1
+UNCLIPPED = 1e6
+"""Norm of a change from which the device does not clip it before it is masked."""
+TAKEN = 0.9
+"""What `taking_the_bound_of_sums` takes of the norm bound; the others' changes need the rest."""
 
 
 class LyingServer:
@@ -55,6 +62,37 @@ def largest(contribution):
         for name, x in contribution.change.items()
     }
     return replace(contribution, change=change)
+
+
+@contextlib.contextmanager
+def taking_the_bound_of_sums():
+    """Let huge changes of a masked study move the mean of their sum by almost its norm bound.
+
+    A device may add any integers, and the cloud sees their sum only. It refuses a mean that is
+    longer than those of honest devices can be, which is checked here, so the lie stays below. All
+    devices have to weigh the same.
+    """
+    integers, mean = MaskedSum.integers, MaskedSum.mean
+
+    def lying(self, change, examples):
+        levels, weight = integers(self, change, examples)
+        if l2_norm(change) > UNCLIPPED:
+            middle = ((1 << self.encoding.sections[0].bits) - 1) / 2
+            alone = levels.astype(np.float64) - middle
+            levels = np.round(middle + TAKEN * self.devices * alone).astype(np.int64)
+        return levels, weight
+
+    def checked(self, updates):
+        result = mean(self, updates)
+        rounding = self.encoding.sections[0].error_bound(len(updates)) / len(updates)
+        assert l2_norm(result) <= self.norm + rounding, "the cloud would refuse it"
+        return result
+
+    with (
+        mock.patch.object(MaskedSum, "integers", lying),
+        mock.patch.object(MaskedSum, "mean", checked),
+    ):
+        yield
 
 
 def boasting(contribution):

@@ -61,7 +61,7 @@ who run the cloud, nor, with --noise central, updates from the cloud.
   --epsilon 4 --devices 100 --clip 0.5 --separation 10 --correlated
 --mask lets the cloud learn the sum of a round only (secure aggregation). With --noise distributed
 beside it the devices add the noise, which then protects from the cloud, too. With --groups and
---aggregator the cloud learns the sum of each group, and lies in a few groups do not reach the model.
+--aggregator the cloud learns a sum for each group, and lies in a few groups may be left out.
   --mask --noise distributed --epsilon 8 --devices 20 --clip 0.5
   --mask --norm-bound 2 --devices 30 --groups 6 --aggregator multi-krum
 """
@@ -206,5 +206,7 @@ def study_facts(options: dict[str, Any]) -> dict[str, Any]:
     """Return what limits devices, adds noise and masks in a study, by option, for its page."""
     facts = dict(options[NOISE] or limit_facts(options))
     if options[MASKING] is not None:
-        facts |= {"masking": "yes", **options[MASKING]}
+        asked = options[MASKING]
+        stated = {name: asked[k] for name, k in MASKING_FIELDS.items() if k in asked}
+        facts |= {"masking": "yes", **stated}
     return facts

@@ -163,11 +163,7 @@ def test_few_losses_and_colluders_need_few_neighbours():
         (10, {"lost_share": 0.5}, "cannot tolerate 5 lost and 1 colluding of 10"),
         (100, {"lost_share": 0.3, "colluding_share": 0.45}, "cannot tolerate"),
         (10, {"colluding_share": 0.9}, "at least 11 devices"),
-        (
-            5,
-            {"least": 6, "cohort": 30},
-            "least cohort 6 and groups of 5 devices; form fewer groups",
-        ),
+        (5, {"least": 6, "cohort": 30}, "cohort 6 and groups of 5 devices; form fewer groups"),
         (10, {"cohort": 9}, "a group of 10 devices is of a cohort of as many to 10000, got 9"),
         (10, {"cohort": MAX_COHORT + 1}, "got 10001"),
         (

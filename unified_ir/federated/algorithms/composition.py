@@ -41,8 +41,8 @@ def check_composition(
     """Raise InvalidInput unless what a run demands composes; the message names what does not.
 
     masked: the fewest devices whose sum may be unmasked, and how many of them are honest at least;
-    None where updates are in the clear. groups: that are masked apart. buffers: whether updates have float buffers, as SCAFFOLD's
-    always do.
+    None where updates are in the clear. groups: number of those that are masked apart. buffers:
+    whether updates have float buffers, as SCAFFOLD's always do.
     """
     rows: Rows = {}
     if privacy is not None:
