@@ -19,8 +19,8 @@ from triplane.cloud.federation.journal import RunRecord
 from triplane.cloud.federation.live import MakeEvent
 from triplane.cloud.federation.masked_cohort import CohortMean, GivenAnswer, MaskedCohort
 from triplane.cloud.federation.masked_spec import RoundEncoding, round_encoding
-from triplane.cloud.federation.spec import fewest_left
 from triplane.cloud.federation.run_projection import RunProjection, Turn, turn_of
+from triplane.cloud.federation.spec import fewest_left
 from triplane.cloud.federation.update_store import UpdateStore, printable
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.blobs import BlobFolder
@@ -60,7 +60,7 @@ class RoundTerms:
     def input_bytes(self, devices: int) -> int:
         """Return the length of a masked input of so many devices that are masked together."""
         fields = self.terms.fields
-        return sum(packed_bytes(field.entries, field.width(cohort)) for field in fields)
+        return sum(packed_bytes(field.entries, field.width(devices)) for field in fields)
 
 
 @dataclass(slots=True)

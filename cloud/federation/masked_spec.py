@@ -47,10 +47,9 @@ def fill_masking(spec: pb.Spec, *, quorum: int) -> None:
             f"{devices}; set --devices"
         )
     groups = masking.groups or 1
-    if groups == 1:
-        masking.groups = 0
+    masking.groups = groups if groups > 1 else 0
     size = devices // groups
-    if size < max(MIN_COHORT, masking.least):
+    if masking.groups and size < max(MIN_COHORT, masking.least):
         raise InvalidInput(
             f"{groups} groups of {devices} devices have {size} devices, and the sum of fewer than "
             f"{max(MIN_COHORT, masking.least)} may not be unmasked: each group is a cohort of its "

@@ -145,7 +145,7 @@ def test_a_cohort_without_groups_signs_the_bytes_that_it_always_signed():
     assert replace(alone, groups=2, group=1).encode() != replace(alone, groups=2).encode()
 
 
-DIGEST = "?"
+DIGEST = "4bcaaa554c50a07614cf43e6b02f3256a24afb477b55aab99ba18d2f1767de42"
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_groups_that_do_not_exist_are_refused(groups, group):
 
 @pytest.mark.parametrize(("groups", "least", "message"), [
     (5, 3, "12 devices make 1 to 4 of them, got 5 groups"),
-    (4, 4, "got least cohort 4 and 3 devices"),
+    (4, 4, "got least cohort 4 and groups of 3 devices"),
 ])  # fmt: skip
 def test_a_device_refuses_groups_below_the_least_cohort(groups, least, message):
     round_ = GroupRound(groups=groups, least=least)
@@ -219,7 +219,7 @@ def test_a_cloud_that_mixes_groups_gets_no_share():
 
 
 def test_a_cloud_that_forms_other_groups_unmasks_nothing():
-    """It hands a device the shares of others; the device cannot read them, and signs for its own."""
+    """A device cannot read the shares of another group, and signs for its own group."""
     round_ = GroupRound()
     round_.advertise()
     mine, other = round_.members(1), round_.members(2)
