@@ -249,7 +249,7 @@ class Results:
                     (published_change(spec, change, mean.devices, prepared.frozen), mean)
                     for change, mean in means
                 ]
-            updates = [RoundUpdate(mean.weight, lambda x=change: x) for change, mean in means]
+            updates = [RoundUpdate(mean.weight, partial(dict, change)) for change, mean in means]
             limits = limits.of_sums
         else:
             updates = self._round_updates(record, order, like)

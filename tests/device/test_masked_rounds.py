@@ -183,7 +183,11 @@ def other_number(step):
     ("options", "change", "reason"),
     [
         ({"groups": 2}, None, "4 devices make 1 to 1 of them, got 2 groups"),
-        ({"simulated": 6, "groups": 2, "least": 4}, None, "got least cohort 4 and groups of 3 devices"),
+        (
+            {"simulated": 6, "groups": 2, "least": 4},
+            None,
+            "got least cohort 4 and groups of 3 devices",
+        ),
         ({"simulated": 5, "groups": 1}, other_number, "the same in all its steps"),
     ],
 )

@@ -114,7 +114,7 @@ def test_a_second_cohort_in_the_same_round():
         round_.devices[0].share(smaller)
 
 
-@pytest.mark.parametrize("changes", [{}, {"attempt": 1}, {"round": 9}, {"group": 1}])
+@pytest.mark.parametrize("changes", [{}, {"attempt": 1}, {"round": 9}, {"lost_share": 0.2}])
 def test_the_same_base_state_with_another_cohort(changes):
     first = masked(5)
     with pytest.raises(Conflict, match="once for each run and base state") as refused:

@@ -170,9 +170,7 @@ def masked_means(
     draws in a run.
     """
     words, devices = draws.words(5), len(updates)
-    sums = masked_sum(
-        updates[0][1], masking, devices=devices, seed=int(words[0]), privacy=privacy
-    )
+    sums = masked_sum(updates[0][1], masking, devices=devices, seed=int(words[0]), privacy=privacy)
     groups = groups_of(words[1:].tobytes(), devices, masking.groups)
     return [replace(sums, devices=len(g)).mean([updates[i] for i in g]) for g in groups]
 
