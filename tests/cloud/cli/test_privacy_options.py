@@ -1,6 +1,7 @@
 """The options of noise and of masking: the same in runs and studies, and none without effect."""
 
 import json
+import re
 
 import click
 import pytest
@@ -138,6 +139,20 @@ def test_a_masked_study_prints_what_masking_relies_on(model):
     assert "it encrypts nothing" in said.stderr
     refused = simulated(model, "--mask")
     assert "--mask needs --norm-bound NUMBER" in str(refused.exception)
+
+
+@pytest.mark.long
+def test_a_study_shows_the_groups_of_its_masked_rounds(model, tmp_path):
+    page = tmp_path / "o.html"
+    masked = ("--mask", "--norm-bound", "2", "--groups", "3")
+    said = simulated(model, *masked, "--aggregator", "median", "--out", str(page))
+    assert said.exit_code == 0, said.output
+    assert "masking for groups of 3 of 9 devices" in said.stderr
+    assert "the mean of each of the 3 groups is one input of the aggregator" in said.stderr
+    shown = page.read_text()
+    assert re.search(r"groups</\w+>\s*<\w+>3<", shown)
+    refused = simulated(model, *masked)
+    assert "'group-sums' does not compose with the mean of updates" in str(refused.exception)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Groups of a cohort: a partition that follows from the digest alone, and the same for everybody."""
+"""Groups of a cohort: a partition that follows from the digest alone, the same for everybody."""
 
 import hashlib
 

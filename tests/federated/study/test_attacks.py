@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.support.liars import (
-    TAKEN,
     LyingServer,
     boasting,
     flipped,
@@ -58,7 +57,7 @@ LIMITS = {
     "centred-clip": Robustness(aggregator="centred-clip"),
     "bucketing+median": Robustness(aggregator="bucketing+median"),
 }
-MASKED_DEVICES, GROUPS, NORM = 28, 7, 2.0
+MASKED_DEVICES, GROUPS, NORM = 28, 7, 1.5
 TAKES = scaled(-1e9)
 MASKED_ATTACKS = {
     "none": (0, honest, False),
@@ -217,8 +216,9 @@ MASKED_HEAD = f"""\
 {MASKED_DEVICES} devices, all in each round, one of which may collude; otherwise as above. Masked,
 they clip to the norm {NORM:g} and weigh the same. *One sum* is the mean of all of them, and a group
 is {MASKED_DEVICES // GROUPS} devices that a hash draws for each round ({GROUPS} groups). Nobody
-sees a masked update, so a device can *take the bound of its sum*: it adds integers that move the
-mean of its cohort, or of its group, against what it learned by {TAKEN:.0%} of the norm bound, which
-the cloud cannot tell from honest updates. Unmasked, the same device sends -1e9 times its change.
+sees a masked update, so a device that knows the others' changes can *take the bound of its sum*: it
+adds integers by which the mean of its cohort, or of its group, points against what it learned, as
+long as the norm bound. The cloud cannot tell it from an honest mean. Unmasked, the same device
+sends -1e9 times its change.
 
 """

@@ -125,8 +125,8 @@ def test_a_round_in_groups_takes_the_aggregate_of_their_means():
             np.mean([server.changes[i][name] for i in group], axis=0)
             for group in groups_of(words, 9, 3)
         ]
-        assert np.allclose(x, start[name].data + np.median(means, axis=0), atol=0.05), name
-        assert not np.allclose(x, start[name].data, atol=1e-4), name
+        assert np.allclose(x, start[name].array + np.median(means, axis=0), atol=0.05), name
+        assert not np.allclose(x, start[name].array, atol=1e-4), name
 
 
 @pytest.mark.parametrize(("groups", "is_spoilt"), [(1, True), (3, False)])

@@ -115,7 +115,7 @@ class MaskedSum:
         """Return the weighted mean of (examples, change), float64."""
         sums: list[Vector] = [np.zeros(f.entries, np.uint64) for f in self.encoding.fields]
         for examples, change in updates:
-            for total, vector in zip(sums, self.integers(change, examples), strict=True):
+            for total, vector in zip(sums, self._integers(change, examples), strict=True):
                 total += vector.astype(np.int64).view(np.uint64)
         for total, field in zip(sums, self.encoding.fields, strict=True):
             total &= np.uint64((1 << field.width(self.devices)) - 1)
@@ -131,8 +131,7 @@ class MaskedSum:
         bits = sum(f.entries * f.width(self.devices) for f in self.encoding.fields)
         return -(-bits // 8)
 
-    def integers(self, change: Mapping[str, Array], examples: int) -> Sequence[Vector]:
-        """Return what a device adds to the sum, a vector for each field of the encoding."""
+    def _integers(self, change: Mapping[str, Array], examples: int) -> Sequence[Vector]:
         copies = {n: np.array(x) for n, x in change.items()}
         clip(copies, self.norm)
         flat = np.concatenate([copies[n].reshape(-1) for n in self.names]).astype(np.float32)
