@@ -30,12 +30,11 @@ from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.files import Like, like_of, read_state
 from triplane.unified_ir.federated.core.learn import BUFFER, PARAMETER, shared
 from triplane.unified_ir.federated.core.masked_round import GROUP_LEFT_OUT, answer_of, has_taken
-from triplane.unified_ir.federated.core.masked_step import STEPS, MaskedStep
+from triplane.unified_ir.federated.core.masked_step import STEPS, LostGroup, MaskedStep
 from triplane.unified_ir.federated.core.run import (
     Exchange,
     Exchanged,
     Lease,
-    LostGroup,
     RunState,
 )
 from triplane.unified_ir.federated.masking import MaskingTerms, wire

@@ -99,7 +99,8 @@ def masking_text(spec: pb.Spec) -> str:
 def least_and_honest(spec: pb.Spec) -> tuple[int, int] | None:
     """Return the fewest devices in a sum and how many of them are honest; None without masking.
 
-    Of a full cohort: a smaller one has no more colluders.
+    Of a full cohort: a smaller one has no more colluders. Where one with groups has, devices refuse
+    the round, as the noise is not what it costs.
     """
     if not spec.HasField("masking"):
         return None

@@ -34,14 +34,18 @@ from triplane.unified_ir.federated.core.lease_changes import (
     with_rest,
 )
 from triplane.unified_ir.federated.core.limits import EXAMPLES_FACTOR, lower_median
-from triplane.unified_ir.federated.core.masked_step import MaskedProgress, MaskedStep, StepAnswer
+from triplane.unified_ir.federated.core.masked_step import (
+    LostGroup,
+    MaskedProgress,
+    MaskedStep,
+    StepAnswer,
+)
 from triplane.unified_ir.federated.core.run import (
     UNWILLING,
     Effects,
     Exchange,
     Exchanged,
     Lease,
-    LostGroup,
     Masked,
     Outcome,
     Phase,

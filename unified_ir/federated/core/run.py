@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Final
 
 from triplane.unified_ir.federated.core.limits import Norms
 from triplane.unified_ir.federated.core.masked_step import (
+    LostGroup,
     MaskedProgress,
     MaskedStep,
     StepAnswer,
@@ -415,14 +416,6 @@ class Masked(_OfLease):
 
     answer: StepAnswer
     bytes_down: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LostGroup:
-    """A group of a masked round whose sum cannot be had. reason: for the people of the cloud."""
-
-    devices: tuple[str, ...]
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from triplane.unified_ir.federated.core.masked_round import (
     MAX_KEYS,
     answer_of,
 )
-from triplane.unified_ir.federated.core.masked_step import STEPS, MaskedStep, StepAnswer
+from triplane.unified_ir.federated.core.masked_step import STEPS, LostGroup, MaskedStep, StepAnswer
 from triplane.unified_ir.federated.core.rules import due_s
 from triplane.unified_ir.federated.core.run import (
     Declined,
@@ -22,7 +22,6 @@ from triplane.unified_ir.federated.core.run import (
     Exchanged,
     Joined,
     Left,
-    LostGroup,
     Masked,
     Outcome,
     Phase,
