@@ -215,8 +215,8 @@ MASKED_HEAD = f"""\
 
 {MASKED_DEVICES} devices, all in each round, one of which may collude; otherwise as above. Masked, \
 they clip to the norm {NORM:g}
-and weigh the same. *One sum* is the mean of all of them; with groups, a hash draws {GROUPS} groups \
-of {MASKED_DEVICES // GROUPS} devices for
+and weigh the same. *One sum* is the mean of all of them; with groups, a hash draws {GROUPS} \
+groups of {MASKED_DEVICES // GROUPS} devices for
 each round, and multi-krum counts on two liars. Nobody sees a masked update, so a device that knows
 the others' changes can *take the bound of its sum*: it adds integers by which the mean of its
 cohort, or of its group, points against what it learned, as long as the norm bound. The cloud cannot
