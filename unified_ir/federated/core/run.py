@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Final
 
 from triplane.unified_ir.federated.core.limits import Norms
 from triplane.unified_ir.federated.core.masked_step import (
+    LostGroup,
     MaskedProgress,
     MaskedStep,
     StepAnswer,
@@ -247,6 +248,7 @@ class Round:
     """The current round. leases: by device name. attempt: rounds abandoned in a row before it.
 
     population: members that could learn when it opened, connected or not. masked: its present step.
+    left_out: which groups of a masked round are not in it any more and why, or empty.
     """
 
     number: int
@@ -256,6 +258,7 @@ class Round:
     leases: Sequence[Lease]
     population: int = field(default=0, metadata=ADDED)
     masked: MaskedProgress | None = field(default=None, metadata=ADDED)
+    left_out: str = field(default="", metadata=ADDED)
 
     def __post_init__(self) -> None:
         if not isinstance(self.leases, Leases):
@@ -267,7 +270,8 @@ class Ended:
     """The record of an ended round. given_up: why it was abandoned, or empty.
 
     bytes_down: of the leases that were answered. scaled: updates above a norm bound. returned: why
-    the run returned to an earlier state instead of reducing it, or empty.
+    the run returned to an earlier state instead of reducing it, or empty. left_out: which groups of
+    a masked round are not in the next state and why, or empty.
     """
 
     number: int
@@ -285,6 +289,7 @@ class Ended:
     bytes_down: int = 0
     scaled: int = field(default=0, metadata=ADDED)
     returned: str = field(default="", metadata=ADDED)
+    left_out: str = field(default="", metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -417,7 +422,8 @@ class Masked(_OfLease):
 class Exchanged:
     """The answers to a step of a masked round were taken, and there is something for each device.
 
-    refused: why an answer was not taken, by device. failure: why the round cannot go on, or empty.
+    refused: why an answer was not taken, by device. left_out: groups that are not in the round any
+    more. failure: why the round cannot go on, or empty.
     """
 
     at_s: float
@@ -426,6 +432,7 @@ class Exchanged:
     step: MaskedStep
     refused: Mapping[str, str]
     failure: str = ""
+    left_out: tuple[LostGroup, ...] = field(default=(), metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
