@@ -169,7 +169,7 @@ def test_few_losses_and_colluders_need_few_neighbours():
         (
             4,
             {"cohort": 60},
-            r"at least 5 devices in each group \(with 3 colluding\), got 4; ask more devices",
+            r"at least 5 devices in each group \(with 3 colluding\), got 4; form fewer groups",
         ),
         (5, {"cohort": 20, "lost_share": 0.4}, "cannot tolerate 2 lost and 1 colluding of 5 devic"),
     ],
