@@ -102,6 +102,7 @@ def test_colluders_of_no_group_are_more_than_its_parameters_say(cohort, groups, 
     assert 2 * graphs <= Fraction(1e-6)
 
 
+@pytest.mark.long
 def test_the_bound_on_a_groups_colluders_is_that_of_scipy():
     p = choose(50, cohort=1000, lost_share=0.0)
     tail = pytest.importorskip("scipy.stats").hypergeom(1000, 50, 50).sf

@@ -129,6 +129,7 @@ def test_a_round_in_groups_takes_the_aggregate_of_their_means():
         assert not np.allclose(x, start[name].array, atol=1e-4), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("groups", "is_spoilt"), [(1, True), (3, False)])
 def test_a_device_that_takes_the_bound_of_its_sum_spoils_its_group_alone(groups, is_spoilt):
     """The change of its state by the lie, against the norm to which devices clip."""
