@@ -177,6 +177,16 @@ def test_a_study_with_noise_of_devices_is_accounted():
     assert spent.epsilon == pytest.approx(20.0, rel=1e-3)
 
 
+@pytest.mark.long
+def test_groups_compose_with_noise_of_devices_and_leave_frozen_tensors_alone():
+    made = given.study(privacy=OWN, masking=GROUPED, robustness=MEDIAN, rounds=2)
+    module = given.module(given.half_frozen)
+    trial = simulate(module, given.shards(9), made)
+    assert given.there(trial.privacy).epsilon == pytest.approx(20.0, rel=1e-3)
+    same = {n for n, x in trial.state.items() if np.array_equal(x, module.state[n].array)}
+    assert same == {"0.weight"}
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
