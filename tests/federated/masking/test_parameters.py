@@ -102,6 +102,7 @@ def test_colluders_of_no_group_are_more_than_its_parameters_say(cohort, groups, 
     assert 2 * graphs <= Fraction(1e-6)
 
 
+@pytest.mark.long
 def test_the_bound_on_a_groups_colluders_is_that_of_scipy():
     p = choose(50, cohort=1000, lost_share=0.0)
     tail = pytest.importorskip("scipy.stats").hypergeom(1000, 50, 50).sf
@@ -169,7 +170,7 @@ def test_few_losses_and_colluders_need_few_neighbours():
         (
             4,
             {"cohort": 60},
-            r"at least 5 devices in each group \(with 3 colluding\), got 4; ask more devices",
+            r"at least 5 devices in each group \(with 3 colluding\), got 4; form fewer groups",
         ),
         (5, {"cohort": 20, "lost_share": 0.4}, "cannot tolerate 2 lost and 1 colluding of 5 devic"),
     ],

@@ -213,12 +213,15 @@ an honest device may send.
 MASKED_HEAD = f"""\
 ## In masked rounds
 
-{MASKED_DEVICES} devices, all in each round, one of which may collude; otherwise as above. Masked,
-they clip to the norm {NORM:g} and weigh the same. *One sum* is the mean of all of them, and a group
-is {MASKED_DEVICES // GROUPS} devices that a hash draws for each round ({GROUPS} groups). Nobody
-sees a masked update, so a device that knows the others' changes can *take the bound of its sum*: it
-adds integers by which the mean of its cohort, or of its group, points against what it learned, as
-long as the norm bound. The cloud cannot tell it from an honest mean. Unmasked, the same device
-sends -1e9 times its change.
+{MASKED_DEVICES} devices, all in each round, one of which may collude; otherwise as above. Masked, \
+they clip to the norm {NORM:g}
+and weigh the same. *One sum* is the mean of all of them; with groups, a hash draws {GROUPS} \
+groups of {MASKED_DEVICES // GROUPS} devices for
+each round, and multi-krum counts on two liars. Nobody sees a masked update, so a device that knows
+the others' changes can *take the bound of its sum*: it adds integers by which the mean of its
+cohort, or of its group, points against what it learned, as long as the norm bound. The cloud cannot
+tell it from an honest mean. Unmasked, the same device sends -1e9 times its change. Three liars are
+as a rule in more groups than two, and a device with flipped labels sends nothing that is far from
+the others, so groups help little against it.
 
 """

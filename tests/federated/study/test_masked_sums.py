@@ -129,6 +129,7 @@ def test_a_round_in_groups_takes_the_aggregate_of_their_means():
         assert not np.allclose(x, start[name].array, atol=1e-4), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("groups", "is_spoilt"), [(1, True), (3, False)])
 def test_a_device_that_takes_the_bound_of_its_sum_spoils_its_group_alone(groups, is_spoilt):
     """The change of its state by the lie, against the norm to which devices clip."""
@@ -174,6 +175,16 @@ def test_a_study_with_noise_of_devices_is_accounted():
     spent = given.there(trial.privacy)
     assert (spent.law, spent.noise) == ("concentrated", "distributed")
     assert spent.epsilon == pytest.approx(20.0, rel=1e-3)
+
+
+@pytest.mark.long
+def test_groups_compose_with_noise_of_devices_and_leave_frozen_tensors_alone():
+    made = given.study(privacy=OWN, masking=GROUPED, robustness=MEDIAN, rounds=2)
+    module = given.module(given.half_frozen)
+    trial = simulate(module, given.shards(9), made)
+    assert given.there(trial.privacy).epsilon == pytest.approx(20.0, rel=1e-3)
+    same = {n for n, x in trial.state.items() if np.array_equal(x, module.state[n].array)}
+    assert same == {"0.weight"}
 
 
 @pytest.mark.parametrize(

@@ -118,15 +118,16 @@ def choose_parameters(
     _check(devices, cohort, least, lost_share, colluding_share, failure)
     in_all = math.ceil(colluding_share * cohort - ROUNDING)
     colluding, chance = _colluding_in_group(devices, cohort, in_all, Fraction(failure))
-    of, way = "devices", ""
+    of, more, way = "devices", "ask more devices", ""
     if cohort > devices:
         of, way = "devices in each group", ", or form fewer groups"
+        more = "form fewer groups, or state a smaller share of colluding devices"
     # A sum of one honest device and the colluders' own updates would be that device's update.
     least = max(least, colluding + 2)
     if devices < least:
         raise InvalidInput(
             f"masking needs a cohort of at least {least} {of} (with {colluding} colluding), got "
-            f"{devices}; ask more devices{way}"
+            f"{devices}; {more}"
         )
     lost = min(math.floor(lost_share * devices + ROUNDING), devices - least)
     quorum = (devices + colluding) // 2 + 1
