@@ -103,6 +103,7 @@ class MaskedCohort:
         self._asks: dict[MaskedStep, dict[int, _Ask]] = {}
         self._means: dict[int, CohortMean] = {}
         self._left_out: dict[str, tuple[str, ...]] = {}
+        self._accused: dict[str, str] = {}  # why, by device
 
     @property
     def means(self) -> tuple[CohortMean, ...]:
@@ -138,7 +139,7 @@ class MaskedCohort:
         know them. After such a reason, only a new cohort takes the answers again.
         """
         refused = {}
-        self._next, self._left_out = None, {}
+        self._next, self._left_out, self._accused = None, {}, {}
         for answer in answers:
             try:
                 self._add(step, answer)
@@ -149,9 +150,9 @@ class MaskedCohort:
         try:
             self._end(step)
         except TriplaneError as error:
-            return refused, self._named(str(error))
+            return refused | self._accused, self._named(str(error))
         self._next = step.next
-        return refused, ""
+        return refused | self._accused, ""
 
     def asks(self, step: MaskedStep, device: str) -> pb.MaskingStep | None:
         """Return what a step asks of a device of the cohort; None for another step or device."""
@@ -215,6 +216,7 @@ class MaskedCohort:
                 try:
                     asks[number] = self._end_group(step, number, group)
                 except TriplaneError as error:
+                    self._accuse(group)
                     if self._terms.groups == 1:
                         raise
                     self._leave_out(number, str(error))
@@ -229,6 +231,12 @@ class MaskedCohort:
         self._groups = dict(enumerate(self._cloud.groups, 1))
         self._group_of = {x: n for n, g in self._groups.items() for x in g.session.devices}
         return dict.fromkeys(self._groups, lambda _: pb.MaskingStep(share=cohort))
+
+    def _accuse(self, group: MaskingCloud) -> None:
+        """Note the devices that made a group fail by the word of most of their neighbours."""
+        names = {pseudonym: device for device, pseudonym in self._names.items()}
+        for position, reason in group.liars().items():
+            self._accused[names[group.session.devices[position]]] = reason
 
     def _leave_out(self, number: int, reason: str) -> None:
         names = {pseudonym: device for device, pseudonym in self._names.items()}

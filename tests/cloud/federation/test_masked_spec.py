@@ -45,6 +45,7 @@ def test_three_devices_of_three_are_masked_without_losses_or_colluders():
     assert filled.masking.HasField("lost_share")
     assert "masking for 3 devices" in masking_text(filled)
     assert "at most 0 collude" in masking_text(filled)
+    assert "each step after learning takes at most 30 s" in masking_text(filled)
 
 
 def test_a_run_in_the_clear_has_no_fields_of_masking():
@@ -146,7 +147,7 @@ def test_one_group_is_a_cohort_without_groups():
         ),
         (
             {"devices": 15, "masking": {"colluding_share": 0.2}},
-            r"at least 5 devices in each group \(with 3 colluding\), got 3; ask more devices, or",
+            r"at least 5 devices in each group \(with 3 colluding\), got 3; form fewer groups",
         ),
     ],
 )
