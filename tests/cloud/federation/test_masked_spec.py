@@ -146,7 +146,7 @@ def test_one_group_is_a_cohort_without_groups():
         ),
         (
             {"devices": 15, "masking": {"colluding_share": 0.2}},
-            r"at least 5 devices in each group \(with 3 colluding\), got 3; ask more devices, or",
+            r"at least 5 devices in each group \(with 3 colluding\), got 3; form fewer groups",
         ),
     ],
 )
