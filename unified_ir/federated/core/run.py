@@ -255,7 +255,7 @@ class Round:
     """The current round. leases: by device name. attempt: rounds abandoned in a row before it.
 
     population: members that could learn when it opened, connected or not. masked: its present step.
-    left_out: which groups of a masked round are not in it any more and why, or empty.
+    left_out: which groups are not in it any more and why.
     """
 
     number: int
@@ -277,8 +277,8 @@ class Ended:
     """The record of an ended round. given_up: why it was abandoned, or empty.
 
     bytes_down: of the leases that were answered. scaled: updates above a norm bound. returned: why
-    the run returned to an earlier state instead of reducing it, or empty. left_out: which groups of
-    a masked round are not in the next state and why, or empty.
+    the run returned to an earlier state instead of reducing it. left_out: which groups are not in
+    the next state and why.
     """
 
     number: int
@@ -429,8 +429,7 @@ class Masked(_OfLease):
 class Exchanged:
     """The answers to a step of a masked round were taken, and there is something for each device.
 
-    refused: why an answer was not taken, by device. left_out: groups that are not in the round any
-    more. failure: why the round cannot go on, or empty.
+    refused: why an answer was not taken, by device. failure: why the round cannot go on, or empty.
     """
 
     at_s: float
