@@ -68,7 +68,7 @@ def fill_masking(spec: pb.Spec, *, quorum: int) -> None:
         raise InvalidInput(
             f"phase_s is above 0 and at most {MAX_PHASE_S:g} s, got {masking.phase_s:g}"
         )
-    _fill_parameters(masking, devices, max(quorum, fewest_devices(masking)))
+    _fill_parameters(masking, devices, quorum)
     if is_asked:
         _check_losses(masking, devices)
 
@@ -174,10 +174,14 @@ def _parameters(masking: pb.MaskedRounds, cohort: int) -> list[MaskingParameters
     ]
 
 
-def _fill_parameters(masking: pb.MaskedRounds, devices: int, fewest: int) -> None:
+def _fill_parameters(masking: pb.MaskedRounds, devices: int, quorum: int) -> None:
     """Check that the smallest and the largest cohort of a run can be masked."""
     masking.failure = masking.failure or defaults.MASK_FAILURE
-    _parameters(masking, devices)
+    chosen = _parameters(masking, devices)
+    if masking.groups:
+        # What the colluders of a small group demand, so that a round begins with enough for it.
+        masking.least = max(x.least for x in chosen)
+    fewest = max(quorum, fewest_devices(masking))
     if fewest < devices:
         try:
             _parameters(masking, fewest)

@@ -111,14 +111,22 @@ def grouped(devices=20, groups=5, aggregator="median", norm_bound="2", masking=N
 
 def test_groups_are_cohorts_of_their_own():
     filled = with_defaults(grouped())
-    assert (filled.masking.groups, filled.masking.least) == (5, 3)
-    assert fewest_updates(filled) == 3, "what owners and signers compare with"
-    assert plan_of(filled).least == 15, "a round needs the least of each group"
+    assert (filled.masking.groups, filled.masking.least) == (5, 4)
+    assert fewest_updates(filled) == 4, "what owners and signers compare with"
+    assert plan_of(filled).least == 20, "a round needs the least of each group"
     assert least_and_honest(filled) == (4, 2), "both colluders may be in one group"
     text = masking_text(filled)
     assert "masking for groups of 4 of 20 devices" in text
     assert "a hash of all keys forms 5 groups, and median combines their means" in text
     assert fewest_left(filled) == FewestLeft(groups=3, devices=20)
+
+
+def test_a_round_in_groups_begins_with_what_the_colluders_of_a_group_demand():
+    request = grouped(30, groups=5)
+    request.cohort.quorum = 0.8
+    filled = with_defaults(request)
+    assert (filled.masking.least, plan_of(filled).quorum, plan_of(filled).least) == (5, 24, 25)
+    assert with_defaults(filled) == filled
 
 
 def test_one_group_is_a_cohort_without_groups():
