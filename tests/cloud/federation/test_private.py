@@ -185,6 +185,18 @@ def test_a_round_with_noise_of_devices_divides_by_its_devices_and_frees_frozen_t
     assert made["still"].tolist() == [0.0]
 
 
+def test_the_mean_of_groups_with_noise_is_that_of_the_round():
+    """Of groups of 4 and 3 devices, of which one each is missing and adds zeros."""
+    made = spec(cohort=pb.Cohort(devices=7), masking=pb.MaskedRounds(groups=2))
+    sums, counts = (12.0, 5.0), (3, 2)
+    groups = [
+        published_change(made, {"w": np.array([total / count])}, count, ())["w"]
+        for total, count in zip(sums, counts, strict=True)
+    ]
+    assert np.mean(groups) == pytest.approx(sum(sums) / 7)
+    assert groups[0] == pytest.approx(12 / 3.5)
+
+
 def test_a_masked_run_counts_on_the_fewest_honest_devices():
     noise = pb.Noise(epsilon=4.0, placement="distributed", clip=0.5)
     made = with_defaults(

@@ -9,7 +9,10 @@ import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
+
+import numpy as np
 
 from triplane.unified_ir.federated.algorithms import Hyper, algorithm
 from triplane.unified_ir.federated.algorithms.aggregators import Robustness, reduce_round
@@ -17,10 +20,9 @@ from triplane.unified_ir.federated.core.draws import Array, Draws
 from triplane.unified_ir.federated.core.learn import buffers
 from triplane.unified_ir.federated.core.limits import RoundUpdate
 from triplane.unified_ir.federated.core.metric import Metric
-from triplane.unified_ir.federated.core.reduce import reduce as reduce_updates
 from triplane.unified_ir.federated.privacy.settings import DifferentialPrivacy
 from triplane.unified_ir.federated.study.checkpoint import StudyProgress
-from triplane.unified_ir.federated.study.masked_sums import MaskedStudy, masked_sum
+from triplane.unified_ir.federated.study.masked_sums import MaskedStudy, masked_means
 from triplane.unified_ir.federated.study.private_rounds import reduce_privately
 
 
@@ -164,21 +166,22 @@ class _MeanRounds:
         self, at: StudyProgress, contributions: Sequence[Contribution], masking: MaskedStudy
     ) -> Next:
         study, row, number = self._study, self._row, len(at.rounds) + 1
-        seed = int(Draws(study.seed, number, "", "rotation").words(1)[0])
-        updates = [(x.examples, self._summed(x.change)) for x in contributions]
-        first = updates[0][1]
-        sums = masked_sum(first, masking, devices=study.devices, seed=seed, privacy=study.privacy)
-        mean = sums.mean(updates)
-        after, slots = reduce_updates(
-            at.shared, at.slots, [(1, lambda: mean)], weighting="equal", server=row.server,
-            hyper=study.hyper, buffers=self._buffers, combine=lambda _: mean,
+        # With noise, what is frozen is not summed, since it would not stay as it is.
+        frozen = study.frozen if study.privacy is not None else ()
+        updates = [
+            (x.examples, {n: x.change[n] for n in x.change if n not in frozen})
+            for x in contributions
+        ]
+        means = masked_means(
+            updates, masking, draws=Draws(study.seed, number, "", "masking"), privacy=study.privacy
+        )
+        zeros = {n: np.zeros_like(x) for n, x in contributions[0].change.items() if n in frozen}
+        done = reduce_round(
+            at.shared, at.slots, [RoundUpdate(1, partial(dict, mean | zeros)) for mean in means],
+            robustness=study.robustness.of_sums, draws=Draws(study.seed, number, "", "buckets"),
+            weighting="equal", server=row.server, hyper=study.hyper, buffers=self._buffers,
         )  # fmt: skip
-        return Next(after, slots)
-
-    def _summed(self, change: Mapping[str, Array]) -> dict[str, Array]:
-        """Return what is summed: with noise, all but frozen tensors."""
-        left = self._study.frozen if self._study.privacy is not None else ()
-        return {name: x for name, x in change.items() if name not in left}
+        return Next(done.state, done.slots)
 
     def judge(self, at: StudyProgress) -> None:
         del at
