@@ -90,7 +90,7 @@ def _add_state(message: pb.Run, projection: RunProjection, *, rounds: bool, down
     message.revision = projection.revision
     if projection.metric != ACCURACY.name:  # which earlier releases do not name
         message.metric = projection.metric
-    message.members.extend(_member(m) for _, m in sorted(state.members.items()))
+    message.members.extend(_member(m, state) for _, m in sorted(state.members.items()))
     for kind, count in sorted(state.refusals.items()):
         newest = projection.refused.get(kind, "")
         message.refusals.reasons.add(kind=kind, count=count, newest=newest)
@@ -111,7 +111,8 @@ def _step_text(state: RunState) -> str:
     return f"{answered} of {len(taking_part)} devices have answered the step {masked.step}"
 
 
-def _member(member: RunMember) -> pb.Member:
+def _member(member: RunMember, state: RunState) -> pb.Member:
+    lease = open_lease(state, member.device)
     return message_from(
         pb.Member,
         member,
@@ -119,6 +120,7 @@ def _member(member: RunMember) -> pb.Member:
         reason=member.settled.reason if member.settled else "",
         why=[pb.Dropped(reason=reason, count=n) for reason, n in member.why.items()],
         waits=None,
+        base=lease.base.version if lease and lease.base else None,
     )
 
 
@@ -179,6 +181,7 @@ def task_message(
         cohort=fewest_updates(spec),
         returns=state.watch.returns,
         masking=files.masking,
+        base=lease.base.version if lease.base else None,
     )
     if state.rules >= NEWEST_RULES:
         task.included = bytes.fromhex(state.members[device].included_lease)

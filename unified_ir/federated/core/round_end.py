@@ -13,6 +13,7 @@ from triplane.unified_ir.federated.core.run import (
     UNWILLING,
     Ended,
     Lease,
+    LeaseBase,
     Members,
     Outcome,
     Round,
@@ -68,6 +69,13 @@ def with_included(state: RunState, counted: Iterable[Lease]) -> RunState:
 def amended(state: RunState, **fields: Any) -> tuple[Ended, ...]:
     """Return the history with fields of its newest record changed."""
     return (*state.history[:-1], replace(state.history[-1], **fields))
+
+
+def next_base(state: RunState) -> LeaseBase:
+    """Return the base of leases that are opened now, when no round is open."""
+    # Counted in the history, which earlier releases stored as well.
+    published = sum(not x.evaluates and (not x.given_up or bool(x.returned)) for x in state.history)
+    return LeaseBase(version=published, state=state.shared)
 
 
 def watches(state: RunState) -> bool:

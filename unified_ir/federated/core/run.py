@@ -158,11 +158,23 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseBase:
+    """The shared state of a lease: its blob, and how many states the run had published by then.
+
+    A return publishes an earlier state again.
+    """
+
+    version: int
+    state: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
     """One device's work in one round. away_s: when its stream closed; None while it is open.
 
     bytes_down: bytes that the device was sent for it. Of a masked round: due is the step that it
     has to answer, answers has those that came, and the cloud took those up to the step `taken`.
+    base: None in leases of earlier releases, which learn from the run's present state.
     """
 
     id: str
@@ -175,6 +187,7 @@ class Lease:
     due: MaskedStep | None = field(default=None, metadata=ADDED)
     taken: MaskedStep | None = field(default=None, metadata=ADDED)
     answers: tuple[StepAnswer, ...] = field(default=(), metadata=ADDED)
+    base: LeaseBase | None = field(default=None, metadata=ADDED)
 
 
 class _LeasesByDevice(Records[Lease]):
