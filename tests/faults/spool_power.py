@@ -116,8 +116,10 @@ class Story:
                 older_than_s=MIN_AGE_S, clock=lambda: time.time() + 2 * MIN_AGE_S,
             )  # fmt: skip
             left = {blob.sha256.hex() for blob in asyncio.run(ask)}
+            rows = {sha256.hex() for sha256 in database.read_now(journal.small_states)}
         names = {path.name for path in (root / "blobs").iterdir() if path.is_file()}
         assert names - left == self._named()
+        assert rows <= self._named()
         assert not left or self.expected, "nothing stays where nobody was killed"
 
     def states(self):
