@@ -54,6 +54,7 @@ async def greeted(federation):
         await federation.moved.wait()
 
 
+@pytest.mark.long
 def test_a_device_gets_and_reads_the_base_of_its_own_lease(tmp_path):
     (tmp_path / "given").mkdir()
     given = Given.make(tmp_path / "given")
