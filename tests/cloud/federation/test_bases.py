@@ -18,6 +18,7 @@ from triplane.proto import federation_pb2 as pb
 from triplane.proto.blobs import BlobFolder
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core import run as core
+from triplane.unified_ir.federated.core.lease_base import LeaseBase
 from triplane.unified_ir.federated.core.lease_changes import lease_of, put_lease
 
 OTHER, VERSION = b"another state", 7
@@ -33,7 +34,7 @@ def stored(given, url):
         projection, _ = follow(projection, events[-1])
     lease = lease_of(projection.state, "ann")
     assert lease is not None
-    base = core.LeaseBase(version=VERSION, state=sha256(OTHER).hex())
+    base = LeaseBase(version=VERSION, state=sha256(OTHER).hex())
     state = put_lease(projection.state, replace(lease, base=base))
 
     def write(connection):

@@ -23,6 +23,7 @@ from triplane.cloud.store import Database
 from triplane.proto.errors import Conflict, Corrupt
 from triplane.unified_ir.federated.core import lease_changes
 from triplane.unified_ir.federated.core import run as core
+from triplane.unified_ir.federated.core.lease_base import LeaseBase
 from triplane.unified_ir.federated.core.masked_step import MaskedProgress, MaskedStep, StepAnswer
 from triplane.unified_ir.federated.core.run import Event
 
@@ -227,7 +228,7 @@ def test_a_run_references_the_states_of_its_row_and_of_its_leases(database):
     assert journal.references(record, projections[-1]) == first | {b"\xdd" * 32}
     state = projections[-3].state  # round 2 is open
     (asked, *_) = state.round.leases
-    older = dataclasses.replace(asked, base=core.LeaseBase(version=0, state="ee" * 32))
+    older = dataclasses.replace(asked, base=LeaseBase(version=0, state="ee" * 32))
     state = lease_changes.put_lease(state, older)
     projection = dataclasses.replace(projections[-3], state=state)
     assert journal.references(record, projection) == first | {b"\xdd" * 32, b"\xee" * 32}

@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+from triplane.unified_ir.federated.core.lease_base import LeaseBase
 from triplane.unified_ir.federated.core.run import (
-    NEWEST_RULES,
     RULES_WITH_PAUSES,
     RULES_WITH_RESTS,
+    RULES_WITH_WATCHES,
     Answered,
     Arrived,
     Asked,
@@ -29,7 +30,6 @@ from triplane.unified_ir.federated.core.run import (
     Joined,
     Judged,
     Lease,
-    LeaseBase,
     Left,
     Outcome,
     Phase,
@@ -197,7 +197,7 @@ def _refuse(state: RunState, event: Refused) -> tuple[RunState, Effects]:
     done = replace(lease, outcome=Outcome.REFUSED, reason=event.reason)
     missed = state.members[event.device].missed
     state, effects = _settle(state, replace(done, bytes_down=event.bytes_down))
-    if state.rules >= NEWEST_RULES:
+    if state.rules >= RULES_WITH_WATCHES:
         until = state.turn[0] + 1 + min(2**missed, 32)
         member = replace(state.members[event.device], missed=min(missed + 1, 32), rests_until=until)
         state = _with(state, member)
@@ -239,7 +239,7 @@ def _reduce(state: RunState, event: Reduced) -> tuple[RunState, Effects]:
     turn = (number, True) if judged else (number + 1, False)
     members = dict(state.members)
     for lease in state.round.leases if state.round else ():
-        if lease.outcome is Outcome.COUNTED and state.rules >= NEWEST_RULES:
+        if lease.outcome is Outcome.COUNTED and state.rules >= RULES_WITH_WATCHES:
             members[lease.device] = replace(members[lease.device], included_lease=lease.id)
     after = replace(state, shared=event.shared, attempt=0, members=members)
     return _gather(after, turn, event.at_s), ()

@@ -23,6 +23,7 @@ from tests.federated.core.rules.runs import (
 
 from triplane.cloud.federation.coding import from_json, to_json
 from triplane.cloud.federation.messages import settlements
+from triplane.unified_ir.federated.core.lease_base import LeaseBase
 from triplane.unified_ir.federated.core.lease_changes import base_of, referenced_states
 from triplane.unified_ir.federated.core.run import (
     NEWEST_RULES,
@@ -30,7 +31,6 @@ from triplane.unified_ir.federated.core.run import (
     Arrived,
     Joined,
     Lease,
-    LeaseBase,
     Outcome,
     Phase,
     Reduced,
