@@ -5,14 +5,24 @@ import contextlib
 from dataclasses import replace
 
 import pytest
-from tests.cloud.federation.given import POPULATION
+from tests.cloud.federation.given import (
+    POPULATION,
+    ended,
+    enrolled,
+    living,
+    make_home,
+    registered,
+)
+from tests.cloud.federation.masked import MaskedDevice, masked_request
 from tests.faults.spool_power import NAMES, RUN, Given, sha256
+from tests.support.deadlines import within
 
 from triplane.cloud.federation import journal
 from triplane.cloud.federation.federation import Federation
 from triplane.cloud.federation.run_projection import follow
 from triplane.cloud.registry.conversions import Conversions
 from triplane.cloud.registry.registry import Registry
+from triplane.cloud.server import running
 from triplane.cloud.store import Database
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.blobs import BlobFolder
@@ -87,3 +97,34 @@ def test_a_device_gets_and_reads_the_base_of_its_own_lease(tmp_path):
     assert (ann.state.sha256, ann.inline_state, ann.base) == (sha256(OTHER), OTHER, VERSION)
     assert (bob.state.sha256, bob.inline_state, bob.base) == (sha256(given.state), given.state, 0)
     assert bases == {"ann": VERSION, "bob": 0}
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_an_answer_of_a_masked_round_to_another_base_is_refused(tmp_path):
+    """The others go on without its device, which answered the step before rightly."""
+
+    def twist(_device, task, step, sent):
+        assert task.base == task.round - 1
+        sent.base = task.base + (step == "share")
+        return sent
+
+    async def story():
+        async with running(make_home(tmp_path)) as cloud:
+            await registered(cloud, tmp_path)
+            plain = [await enrolled(cloud, tmp_path, f"d{n}", n) for n in range(5)]
+            devices = [MaskedDevice(d.identity, d.shard, d.folder) for d in plain]
+            devices[0].twist = twist
+            async with living(devices):
+                request = masked_request(5, lost_share=0.2, rounds=1, cohort={"quorum": 0.8})
+                made = await cloud.federation.begin(request, by="operator")
+                return await ended(cloud, made.id)
+
+    run = within(story())
+    assert run.phase == pb.Run.DONE, run.reason
+    ((refusal),) = run.refusals.reasons
+    assert (refusal.kind, refusal.count) == ("base", 1)
+    assert "the lease learns from state 0 of the run, the contribution from state 1" in (
+        refusal.newest
+    )
+    assert run.rounds[0].counted == 4
