@@ -697,6 +697,7 @@ class Member(_message.Message):
     DECLINED_FIELD_NUMBER: _builtins.int
     WHY_FIELD_NUMBER: _builtins.int
     WAITS_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     connected: _builtins.bool
     examples: _builtins.int
@@ -708,6 +709,8 @@ class Member(_message.Message):
     """Tasks it declined; part of `dropped`."""
     waits: _builtins.str
     """Why it cannot work at the moment, as its offer says."""
+    base: _builtins.int
+    """Of its open lease; see Task.base. Absent without one."""
     @_builtins.property
     def score(self) -> Global___Score:
         """Newest evaluation of this device."""
@@ -729,12 +732,15 @@ class Member(_message.Message):
         declined: _builtins.int = ...,
         why: _abc.Iterable[Global___Dropped] | None = ...,
         waits: _builtins.str = ...,
+        base: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["score", b"score"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_base", b"_base", "base", b"base", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "counted", b"counted", "declined", b"declined", "device", b"device", "dropped", b"dropped", "examples", b"examples", "reason", b"reason", "score", b"score", "waits", b"waits", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base", b"_base", "base", b"base", "connected", b"connected", "counted", b"counted", "declined", b"declined", "device", b"device", "dropped", b"dropped", "examples", b"examples", "reason", b"reason", "score", b"score", "waits", b"waits", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__base: _TypeAlias = _typing.Literal["base"]  # noqa: Y015
+    _WhichOneofArgType__base: _TypeAlias = _typing.Literal["_base", b"_base"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__base) -> _WhichOneofReturnType__base | None: ...
 
 Global___Member: _TypeAlias = Member  # noqa: Y015
 
@@ -1179,6 +1185,7 @@ class Task(_message.Message):
     RETURNS_FIELD_NUMBER: _builtins.int
     INCLUDED_FIELD_NUMBER: _builtins.int
     TAKES_VECTOR_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     round: _builtins.int
     lease: _builtins.bytes
@@ -1203,6 +1210,10 @@ class Task(_message.Message):
     takes_vector: _builtins.bool
     """Whether an update may come as a vector. False from clouds of earlier releases, and where updates
     are compressed.
+    """
+    base: _builtins.int
+    """Number of states that the run had published when it opened the lease; `state` is the last of
+    them. Absent from clouds of earlier releases.
     """
     @_builtins.property
     def plan(self) -> Global___Blob:
@@ -1256,15 +1267,20 @@ class Task(_message.Message):
         returns: _builtins.int = ...,
         included: _builtins.bytes | None = ...,
         takes_vector: _builtins.bool = ...,
+        base: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_included", b"_included", "evaluate", b"evaluate", "flower", b"flower", "included", b"included", "learn", b"learn", "masking", b"masking", "noise", b"noise", "plan", b"plan", "sampling", b"sampling", "state", b"state", "work", b"work"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_base", b"_base", "_included", b"_included", "base", b"base", "evaluate", b"evaluate", "flower", b"flower", "included", b"included", "learn", b"learn", "masking", b"masking", "noise", b"noise", "plan", b"plan", "sampling", b"sampling", "state", b"state", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_included", b"_included", "cohort", b"cohort", "deadline_s", b"deadline_s", "evaluate", b"evaluate", "flower", b"flower", "included", b"included", "inline_bytes", b"inline_bytes", "inline_state", b"inline_state", "learn", b"learn", "lease", b"lease", "masking", b"masking", "noise", b"noise", "plan", b"plan", "returns", b"returns", "round", b"round", "run", b"run", "sampling", b"sampling", "seed", b"seed", "state", b"state", "takes_vector", b"takes_vector", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base", b"_base", "_included", b"_included", "base", b"base", "cohort", b"cohort", "deadline_s", b"deadline_s", "evaluate", b"evaluate", "flower", b"flower", "included", b"included", "inline_bytes", b"inline_bytes", "inline_state", b"inline_state", "learn", b"learn", "lease", b"lease", "masking", b"masking", "noise", b"noise", "plan", b"plan", "returns", b"returns", "round", b"round", "run", b"run", "sampling", b"sampling", "seed", b"seed", "state", b"state", "takes_vector", b"takes_vector", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__base: _TypeAlias = _typing.Literal["base"]  # noqa: Y015
+    _WhichOneofArgType__base: _TypeAlias = _typing.Literal["_base", b"_base"]  # noqa: Y015
     _WhichOneofReturnType__included: _TypeAlias = _typing.Literal["included"]  # noqa: Y015
     _WhichOneofArgType__included: _TypeAlias = _typing.Literal["_included", b"_included"]  # noqa: Y015
     _WhichOneofReturnType_work: _TypeAlias = _typing.Literal["learn", "evaluate", "flower"]  # noqa: Y015
     _WhichOneofArgType_work: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__base) -> _WhichOneofReturnType__base | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__included) -> _WhichOneofReturnType__included | None: ...
     @_typing.overload
@@ -1957,11 +1973,16 @@ class Contribution(_message.Message):
     SCORE_FIELD_NUMBER: _builtins.int
     DECLINED_FIELD_NUMBER: _builtins.int
     MASKED_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     round: _builtins.int
     lease: _builtins.bytes
     declined: _builtins.str
     """Why there is no result, and what to do about it."""
+    base: _builtins.int
+    """That of the task; a contribution to another base is refused. Absent from devices of earlier
+    releases.
+    """
     @_builtins.property
     def update(self) -> Global___Update: ...
     @_builtins.property
@@ -1980,13 +2001,19 @@ class Contribution(_message.Message):
         score: Global___Score | None = ...,
         declined: _builtins.str = ...,
         masked: Global___MaskingAnswer | None = ...,
+        base: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["declined", b"declined", "masked", b"masked", "outcome", b"outcome", "score", b"score", "update", b"update"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_base", b"_base", "base", b"base", "declined", b"declined", "masked", b"masked", "outcome", b"outcome", "score", b"score", "update", b"update"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["declined", b"declined", "lease", b"lease", "masked", b"masked", "outcome", b"outcome", "round", b"round", "run", b"run", "score", b"score", "update", b"update"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base", b"_base", "base", b"base", "declined", b"declined", "lease", b"lease", "masked", b"masked", "outcome", b"outcome", "round", b"round", "run", b"run", "score", b"score", "update", b"update"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__base: _TypeAlias = _typing.Literal["base"]  # noqa: Y015
+    _WhichOneofArgType__base: _TypeAlias = _typing.Literal["_base", b"_base"]  # noqa: Y015
     _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["update", "score", "declined", "masked"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__base) -> _WhichOneofReturnType__base | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
 
 Global___Contribution: _TypeAlias = Contribution  # noqa: Y015

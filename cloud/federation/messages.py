@@ -94,7 +94,7 @@ def _add_state(message: pb.Run, projection: RunProjection, *, rounds: bool, down
     message.revision = projection.revision
     if projection.metric != ACCURACY.name:  # which earlier releases do not name
         message.metric = projection.metric
-    message.members.extend(_member(m) for _, m in sorted(state.members.items()))
+    message.members.extend(_member(m, state) for _, m in sorted(state.members.items()))
     for kind, count in sorted(state.refusals.items()):
         newest = projection.refused.get(kind, "")
         message.refusals.reasons.add(kind=kind, count=count, newest=newest)
@@ -122,7 +122,8 @@ def _step_text(state: RunState) -> str:
     )
 
 
-def _member(member: RunMember) -> pb.Member:
+def _member(member: RunMember, state: RunState) -> pb.Member:
+    lease = open_lease(state, member.device)
     return message_from(
         pb.Member,
         member,
@@ -130,6 +131,7 @@ def _member(member: RunMember) -> pb.Member:
         reason=member.settled.reason if member.settled else "",
         why=[pb.Dropped(reason=reason, count=n) for reason, n in member.why.items()],
         waits=None,
+        base=lease.base.version if lease and lease.base else None,
     )
 
 
@@ -191,6 +193,7 @@ def task_message(
         cohort=fewest_updates(spec),
         returns=state.watch.returns,
         masking=files.masking,
+        base=lease.base.version if lease.base else None,
     )
     if state.rules >= RULES_WITH_WATCHES:
         task.included = bytes.fromhex(state.members[device].included_lease)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from triplane.unified_ir.federated.core.lease_base import LeaseBase
 from triplane.unified_ir.federated.core.limits import lower_median
 from triplane.unified_ir.federated.core.run import (
     RULES_WITH_WATCHES,
@@ -69,6 +70,13 @@ def with_included(state: RunState, counted: Iterable[Lease]) -> RunState:
 def amended(state: RunState, **fields: Any) -> tuple[Ended, ...]:
     """Return the history with fields of its newest record changed."""
     return (*state.history[:-1], replace(state.history[-1], **fields))
+
+
+def next_base(state: RunState) -> LeaseBase:
+    """Return the base of leases that are opened now, when no round is open."""
+    # Counted in the history, which earlier releases stored as well.
+    published = sum(not x.evaluates and (not x.given_up or bool(x.returned)) for x in state.history)
+    return LeaseBase(version=published, state=state.shared)
 
 
 def watches(state: RunState) -> bool:

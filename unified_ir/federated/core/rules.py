@@ -46,6 +46,7 @@ from triplane.unified_ir.federated.core.round_end import (
     amended,
     ended,
     must_return,
+    next_base,
     turn_after,
     watched,
     watches,
@@ -412,8 +413,8 @@ def _open(state: RunState, now_s: float) -> Step:
         lease_id, state.run, number, evaluates=evaluates, attempt=attempt, epoch=state.epoch
     )
     masked = None if evaluates else masked_round.begun(state, asked, now_s)
-    due = masked.step if masked else None
-    leases = tuple(Lease(id=identify(device=x), device=x, due=due) for x in asked)
+    due, base = masked.step if masked else None, next_base(state)
+    leases = tuple(Lease(id=identify(device=x), device=x, due=due, base=base) for x in asked)
     opened = Round(
         number=number, evaluates=evaluates, attempt=attempt, opened_s=now_s, leases=leases,
         population=sum(m.examples > 0 for m in state.members.values()), masked=masked,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, ClassVar, Final
 
+from triplane.unified_ir.federated.core.lease_base import LeaseBase
 from triplane.unified_ir.federated.core.limits import Norms
 from triplane.unified_ir.federated.core.masked_step import (
     LostGroup,
@@ -171,6 +172,7 @@ class Lease:
 
     bytes_down: bytes that the device was sent for it. Of a masked round: due is the step that it
     has to answer, answers has those that came, and the cloud took those up to the step `taken`.
+    base: None in leases of earlier releases, which learn from the run's present state.
     """
 
     id: str
@@ -183,6 +185,7 @@ class Lease:
     due: MaskedStep | None = field(default=None, metadata=ADDED)
     taken: MaskedStep | None = field(default=None, metadata=ADDED)
     answers: tuple[StepAnswer, ...] = field(default=(), metadata=ADDED)
+    base: LeaseBase | None = field(default=None, metadata=ADDED)
 
 
 class _LeasesByDevice(Records[Lease]):
