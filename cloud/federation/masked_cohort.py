@@ -48,11 +48,15 @@ class GivenAnswer:
 
 @dataclass(frozen=True, slots=True)
 class CohortMean:
-    """The weighted mean of `devices` updates, a vector for each section. weight: of all."""
+    """The weighted mean of `devices` updates, a vector for each section. weight: of all.
+
+    bits: for each section the sum of the devices' bits, +1 or -1; empty without.
+    """
 
     sections: tuple[Floats, ...]
     weight: int
     devices: int
+    bits: tuple[int, ...] = ()
 
 
 class _AdvertisedKeys:
@@ -195,7 +199,9 @@ class MaskedCohort:
 
     def _unmasked(self) -> CohortMean:
         sums, devices = self._cloud.sum(), len(self._cloud.contributors)
-        means, weight = self._encoding.decode(sums, devices, cohort=len(self._cloud.session))
+        cohort = len(self._cloud.session)
+        means, weight = self._encoding.decode(sums, devices, cohort=cohort)
+        bits = self._encoding.sums_of_bits(sums, devices, cohort=cohort)
         for section, norm, mean in zip(self._encoding.sections, self._norms, means, strict=True):
             # No device can be asked alone, so the mean is held to what honest devices can reach.
             # By its weight: one device that takes from the masked sum of weights what the others
@@ -211,4 +217,4 @@ class MaskedCohort:
                     f"at most {norm:g} each cannot exceed {most:.4g}, so a device lied, and the "
                     "state is kept"
                 )
-        return CohortMean(means, weight, devices)
+        return CohortMean(means, weight, devices, bits)

@@ -15,7 +15,8 @@ from tests.support.deadlines import within
 
 from triplane.cloud.cli.federate import command
 from triplane.cloud.cli.runs import run_text
-from triplane.cloud.federation.masked_spec import least_and_honest, round_encoding
+from triplane.cloud.federation.masked_encoding import round_encoding
+from triplane.cloud.federation.masked_spec import least_and_honest
 from triplane.cloud.registry import Push
 from triplane.proto import federation_pb2 as pb
 from triplane.unified_ir.convert.conversion import read_model

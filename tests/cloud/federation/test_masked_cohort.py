@@ -1,6 +1,7 @@
 """The cohort of a masked round in the cloud, with answers of any bytes."""
 
 import hashlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from triplane.unified_ir.federated.masking import (
 ENTRIES, NORM, CAP = 40, 1.0, 8
 NAMES = ("ann", "bob", "cem", "dia", "eli")
 ENCODING = UpdateEncoding((EncodedSection(ENTRIES, range_for(NORM, ENTRIES)),), cap=CAP, seed=3)
+WITH_BITS = replace(ENCODING, has_bits=True)
 TERMS = MaskingTerms(
     run="r1", base=bytes(32), round=1, attempt=0, fields=ENCODING.fields, least=3,
     lost_share=0.2, colluding_share=0.0,
@@ -44,11 +46,13 @@ def update(number):
 class Play:
     """Honest devices and the cloud's cohort, step by step. answers: of each step, by device."""
 
-    def __init__(self):
-        self.cohort = MaskedCohort(TERMS, ENCODING, (NORM,))
+    def __init__(self, encoding=ENCODING, bits=()):
+        self.encoding, self.bits = encoding, dict(bits)
+        terms = replace(TERMS, fields=encoding.fields)
+        self.cohort = MaskedCohort(terms, encoding, (NORM,))
         self.devices = {
             name: MaskingDevice(
-                TERMS, wire.pseudonym(KEYS[name]), signer=EcdsaSigner(identity_key(i)),
+                terms, wire.pseudonym(KEYS[name]), signer=EcdsaSigner(identity_key(i)),
                 verifier=VERIFIER, store=MemoryStore(),
             )
             for i, name in enumerate(NAMES)
@@ -67,7 +71,10 @@ class Play:
             cohort, _ = wire.cohort_of(asks.share)
             message.shares.CopyFrom(wire.shares_message(device.share(cohort)))
         elif step is MaskedStep.INPUTS:
-            vectors = ENCODING.encode([update(NAMES.index(name))], NAMES.index(name) + 3)
+            at = NAMES.index(name)
+            vectors = self.encoding.encode([update(at)], at + 3, [at % 2 == 0])
+            if name in self.bits:
+                vectors = (*vectors[:-1], np.array([self.bits[name]], np.uint64))
             masked = device.mask(wire.delivery_of(asks.mask), vectors)
             message.input.CopyFrom(wire.input_message(masked))
             data = masked.data
@@ -104,6 +111,21 @@ def test_the_mean_is_that_of_the_updates_and_of_the_same_answers_again():
     assert again.mean.sections[0].tobytes() == mean.sections[0].tobytes()
 
 
+def test_the_sum_of_bits_comes_with_the_mean(monkeypatch):
+    play = Play(WITH_BITS).through(MaskedStep.REVEALS)
+    assert play.cohort.take(MaskedStep.REVEALS, play.honest(MaskedStep.REVEALS)) == ({}, "")
+    assert play.cohort.mean.bits == (3 - 2,)
+    # A device may send any bits; what no honest devices can have ends the round.
+    monkeypatch.setattr(integers, "_check_vector", lambda *_: None)
+    for lie, bits in ((2 * 3, (3 - 2 + 4,)), (3, None), (2 * 5, None), (31, None)):
+        play = Play(WITH_BITS, {"ann": lie}).through(MaskedStep.REVEALS)
+        _, failure = play.cohort.take(MaskedStep.REVEALS, play.honest(MaskedStep.REVEALS))
+        if bits is None:
+            assert "so a device lied" in failure
+        else:
+            assert (play.cohort.mean.bits, failure) == (bits, "")
+
+
 @pytest.mark.parametrize("step", STEPS)
 @given(st.binary(max_size=200), st.integers(0, 3), st.integers(0, 1 << 30))
 def test_any_answer_of_one_device_is_refused_or_taken_and_the_round_goes_on(step, data, how, at):
@@ -122,7 +144,7 @@ def test_a_device_that_takes_weight_from_the_others_does_not_lengthen_the_mean(m
     play, encode = Play().through(MaskedStep.INPUTS), ENCODING.encode
     others, width = sum(range(4, 8)), TERMS.fields[-1].width(len(NAMES))
 
-    def lying(_encoding, _sections, examples):
+    def lying(_encoding, _sections, examples, _is_short):
         *vectors, weight = encode([update(0)], examples)
         taken = (len(NAMES) - others) % (1 << width)
         return [*vectors, np.array([taken if examples == 3 else weight[0]], np.uint64)]

@@ -292,7 +292,7 @@ def _reduce(state: RunState, event: Reduced) -> Step:
     reduced = replace(
         note_published(with_included(state, included), counted),
         shared=event.shared, attempt=0, fresh_optimizer=False,
-        charged=event.charged, clip=event.clip,
+        charged=event.charged, clip=event.clip, buffer_clip=event.buffer_clip,
         spent=state.spent if event.shared == state.shared else (),
         # No later round could return to it.
         good="" if event.number == state.plan.rounds else good,

@@ -298,9 +298,9 @@ class RunState:
     epoch: of the newest restart; "" before the first. watch: of the loss over devices. good: blob
     of the newest state that it judged good, or empty. fresh_optimizer: whether the next reduction
     begins without the optimizer's slots, which are of a spoilt state. charged: rounds charged to
-    the plan's budget. clip: norm of changes in the next round, where it follows the updates. spent:
-    devices that masked an update for the present shared state, by name; they contribute for no
-    state twice.
+    the plan's budget. clip: norm of changes in the next round, where it follows the updates;
+    buffer_clip: that of float buffers, in masked rounds. spent: devices that masked an update for
+    the present shared state, by name; they contribute for no state twice.
     """
 
     plan: RunPlan
@@ -325,6 +325,7 @@ class RunState:
     charged: int = field(default=0, metadata=ADDED)
     clip: float = field(default=0.0, metadata=ADDED)
     spent: tuple[str, ...] = field(default=(), metadata=ADDED)
+    buffer_clip: float = field(default=0.0, metadata=ADDED)
 
     def __post_init__(self) -> None:
         if not isinstance(self.members, Members):
@@ -338,8 +339,16 @@ class RunState:
 
     @property
     def norm(self) -> float:
-        """The norm to which changes of the next round are clipped, if there is a budget."""
+        """The norm to which changes of the next round are clipped, if there is a budget.
+
+        Without one, that of masked parameters, if it follows the updates.
+        """
         return self.clip or self.plan.clip
+
+    @property
+    def buffer_norm(self) -> float:
+        """The norm of masked buffers in the next round, if it follows the updates."""
+        return self.buffer_clip or self.plan.clip
 
 
 # Events. at_s: seconds since 1970, never less than that of the event before.
@@ -476,8 +485,8 @@ class Reduced:
     """The round's updates became the next shared state. scaled: those above a norm bound.
 
     charged: rounds charged to the budget, this one included; 0 without a budget. clip: the norm of
-    the next round, where it follows the updates. left_out: devices whose updates are not in the
-    state, because no honest device sends such.
+    the next round, where it follows the updates; buffer_clip: that of masked buffers. left_out:
+    devices whose updates are not in the state, because no honest device sends such.
     """
 
     at_s: float
@@ -487,6 +496,7 @@ class Reduced:
     charged: int = field(default=0, metadata=ADDED)
     clip: float = field(default=0.0, metadata=ADDED)
     left_out: tuple[str, ...] = field(default=(), metadata=ADDED)
+    buffer_clip: float = field(default=0.0, metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

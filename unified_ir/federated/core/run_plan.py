@@ -31,7 +31,8 @@ class RunPlan:
     spoilt state to its last good one; see `spoilt`. least: fewest devices whose masked sum may be
     unmasked; 0 where updates are in the clear. phase_s: time for each step of a masked round after
     that of keys, in which devices learn. budget: of a run with differential privacy, before its
-    first round; it allows all `rounds`. clip: the norm of changes in its first round.
+    first round; it allows all `rounds`. clip: the norm of changes in its first round, where it
+    follows the updates or there is a budget.
     """
 
     rounds: int

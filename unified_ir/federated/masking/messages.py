@@ -47,7 +47,10 @@ class MaskingTerms:
 
     base: SHA-256 of the state that the round begins from. group: of the round's cohort, where it
     has several; each is a cohort of its own. least: fewest devices whose sum may be unmasked.
-    lost_share, colluding_share, failure: see `choose_parameters`. fields: the vectors.
+    lost_share, colluding_share, failure: see `choose_parameters`. fields: the vectors. encoding:
+    SHA-256 of what the integers mean, or empty in rounds without clipping bits, whose bytes are
+    those of earlier releases. It keeps a cloud from telling one device another norm than the
+    others, so that the sum of bits has its bit alone.
     """
 
     run: str
@@ -60,6 +63,7 @@ class MaskingTerms:
     lost_share: float
     colluding_share: float
     failure: float = defaults.MASK_FAILURE
+    encoding: bytes = b""
 
     def __post_init__(self) -> None:
         check_pseudonym(self.run, "a run")
@@ -68,6 +72,8 @@ class MaskingTerms:
                 f"masking needs a base of {DIGEST_BYTES} bytes and 1 to {MAX_FIELDS} fields, got "
                 f"{len(self.base)} bytes and {len(self.fields)} fields"
             )
+        if len(self.encoding) not in {0, DIGEST_BYTES}:
+            raise InvalidInput(f"an encoding is named by SHA-256, got {len(self.encoding)} bytes")
         if not MIN_COHORT <= self.least <= MAX_COHORT:
             raise InvalidInput(
                 f"the least cohort of a masked round is {MIN_COHORT} to {MAX_COHORT} devices, got "
@@ -99,6 +105,7 @@ class MaskingTerms:
             struct.pack(">4Q", *numbers),
             struct.pack(">3d", self.lost_share, self.colluding_share, self.failure),
             *(struct.pack(">QII", f.entries, f.bits, f.noise_bits) for f in self.fields),
+            *([self.encoding] if self.encoding else []),
         )
 
 

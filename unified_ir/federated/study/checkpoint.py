@@ -102,6 +102,8 @@ def identity(plan: str, study: Any, seen: Shards, unseen: Shards) -> dict[str, s
     for added in ("privacy", "masking"):
         if options[added] is None:
             del options[added]
+    if study.masking is not None and not study.masking.follows:
+        del options["masking"]["follows"]  # earlier releases had a fixed norm only
     limits = options.pop("robustness")
     if study.robustness != UNLIMITED:  # earlier releases had no limits
         options["limits"] = {**limits, "numbers": study.robustness.all_numbers}

@@ -8,20 +8,24 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
+
+import numpy as np
 
 from triplane.unified_ir.federated.algorithms import Hyper, algorithm
 from triplane.unified_ir.federated.algorithms.aggregators import Robustness, reduce_round
 from triplane.unified_ir.federated.core.draws import Array, Draws
 from triplane.unified_ir.federated.core.learn import buffers
-from triplane.unified_ir.federated.core.limits import RoundUpdate
+from triplane.unified_ir.federated.core.limits import RoundUpdate, floats_of
 from triplane.unified_ir.federated.core.metric import Metric
 from triplane.unified_ir.federated.core.reduce import reduce as reduce_updates
+from triplane.unified_ir.federated.masking.adaptive import next_bound
+from triplane.unified_ir.federated.privacy.clipping import l2_norm
 from triplane.unified_ir.federated.privacy.settings import DifferentialPrivacy
 from triplane.unified_ir.federated.study.checkpoint import StudyProgress
 from triplane.unified_ir.federated.study.masked_sums import MaskedStudy, masked_sum
-from triplane.unified_ir.federated.study.private_rounds import reduce_privately
+from triplane.unified_ir.federated.study.private_rounds import NORM, reduce_privately
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,13 +170,24 @@ class _MeanRounds:
         study, row, number = self._study, self._row, len(at.rounds) + 1
         seed = int(Draws(study.seed, number, "", "rotation").words(1)[0])
         updates = [(x.examples, self._summed(x.change)) for x in contributions]
-        first = updates[0][1]
-        sums = masked_sum(first, masking, devices=study.devices, seed=seed, privacy=study.privacy)
-        mean = sums.mean(updates)
+        slots = dict(at.slots)
+        bound = float(slots.pop(NORM, masking.norm))
+        sums = masked_sum(
+            updates[0][1], replace(masking, norm=bound), devices=study.devices, seed=seed,
+            privacy=study.privacy,
+        )  # fmt: skip
+        mean, bits = sums.mean_and_bits(updates)
         after, slots = reduce_updates(
-            at.shared, at.slots, [(1, lambda: mean)], weighting="equal", server=row.server,
+            at.shared, slots, [(1, lambda: mean)], weighting="equal", server=row.server,
             hyper=study.hyper, buffers=self._buffers, combine=lambda _: mean,
         )  # fmt: skip
+        if bits:
+            size = l2_norm(floats_of(at.shared))
+            bound = next_bound(
+                bound, bits[0], len(updates), devices=study.devices, privacy=study.privacy,
+                most=max(masking.norm, size),
+            )  # fmt: skip
+            slots = slots | {NORM: np.array(bound)}
         return Next(after, slots)
 
     def _summed(self, change: Mapping[str, Array]) -> dict[str, Array]:
