@@ -712,6 +712,7 @@ class Round(_message.Message):
     GIVEN_UP_FIELD_NUMBER: _builtins.int
     SCALED_FIELD_NUMBER: _builtins.int
     RETURNED_FIELD_NUMBER: _builtins.int
+    NORM_BOUND_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     evaluates: _builtins.bool
     opened_s: _builtins.float
@@ -732,6 +733,8 @@ class Round(_message.Message):
     """Updates above the norm bound, which were scaled or left out."""
     returned: _builtins.str
     """"" or why the run returned to its last good state instead of reducing the round."""
+    norm_bound: _builtins.float
+    """Norm bound of a masked round, if it follows the updates."""
     @_builtins.property
     def before(self) -> Global___Spread:
         """Of an evaluating round: over devices."""
@@ -758,10 +761,11 @@ class Round(_message.Message):
         given_up: _builtins.str = ...,
         scaled: _builtins.int = ...,
         returned: _builtins.str = ...,
+        norm_bound: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "before", b"before"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "asked", b"asked", "before", b"before", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "closed_s", b"closed_s", "counted", b"counted", "evaluates", b"evaluates", "given_up", b"given_up", "late", b"late", "loss", b"loss", "lost", b"lost", "number", b"number", "opened_s", b"opened_s", "refused", b"refused", "returned", b"returned", "scaled", b"scaled"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "asked", b"asked", "before", b"before", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "closed_s", b"closed_s", "counted", b"counted", "evaluates", b"evaluates", "given_up", b"given_up", "late", b"late", "loss", b"loss", "lost", b"lost", "norm_bound", b"norm_bound", "number", b"number", "opened_s", b"opened_s", "refused", b"refused", "returned", b"returned", "scaled", b"scaled"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -115,14 +115,14 @@ def round_row(round_: Round, metric: Metric = ACCURACY) -> tuple[str, ...]:
         took,
         size(round_.bytes_up) if round_.bytes_up else "",
         size(round_.bytes_down) if round_.bytes_down else "",
-        round_.returned or round_.given_up or scores(round_, metric) or scaled_text(round_),
+        round_.returned or round_.given_up or scores(round_, metric) or bound_text(round_),
     )
 
 
-def scaled_text(round_: Round) -> str:
-    """Return "2 updates above the norm bound", or nothing."""
+def bound_text(round_: Round) -> str:
+    """Return "2 updates above the norm bound", a masked round's "norm bound 1.4", or nothing."""
     if not round_.scaled:
-        return ""
+        return f"norm bound {round_.norm_bound:.3g}" if round_.norm_bound else ""
     return f"{round_.scaled} update{'s' if round_.scaled > 1 else ''} above the norm bound"
 
 

@@ -20,6 +20,7 @@ from tests.cloud.federation.given import (
 from tests.cloud.federation.masked import NORM, MaskedDevice, masked_request, weighted_mean
 from tests.support.deadlines import within
 
+from triplane.cloud.cli.runs import run_text
 from triplane.cloud.registry import Push
 from triplane.cloud.server import running
 from triplane.cloud.trust.rosters import change_roster
@@ -276,6 +277,8 @@ def test_the_bound_follows_the_updates_from_round_to_round(tmp_path, model):
     for before, after in itertools.pairwise(norms):
         share = (np.log(before / after) + 0.5) * 3
         assert share == pytest.approx(round(share)), "a count of three devices"
+    assert [r.norm_bound for r in run.rounds if not r.evaluates] == norms
+    assert "norm bound 64" in run_text(run)
     assert norms[4] == pytest.approx(64 * np.exp(-2)), "all were short"
     assert (buffer_norms[1] < 64) is (model == "own")
 

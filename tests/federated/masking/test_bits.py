@@ -3,6 +3,7 @@
 import hashlib
 import struct
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -143,9 +144,9 @@ def test_both_sides_derive_the_bits_and_refuse_what_makes_no_sense():
 
 def test_the_terms_of_a_round_with_bits_name_its_encoding_and_those_of_others_are_as_before():
     """So devices that a cloud tells different norms have no cohort with each other."""
-    message, values = pb.MaskingTerms(least=3, lost_share=0.1, failure=1e-6), {"run": "r1"}
+    message = pb.MaskingTerms(least=3, lost_share=0.1, failure=1e-6)
     message.fields.add(entries=256, bits=8)
-    options = {**values, "round_": 2, "base": bytes(32)}
+    options: dict[str, Any] = {"run": "r1", "round_": 2, "base": bytes(32)}
     plain = wire.terms_of(
         message, **options, encoding=wire.encoding_digest(encoding_message(bit_share=0))
     )

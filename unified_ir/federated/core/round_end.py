@@ -15,6 +15,7 @@ from triplane.unified_ir.federated.core.run import (
     Lease,
     Members,
     Outcome,
+    Reduced,
     Round,
     RunState,
 )
@@ -68,6 +69,14 @@ def with_included(state: RunState, counted: Iterable[Lease]) -> RunState:
 def amended(state: RunState, **fields: Any) -> tuple[Ended, ...]:
     """Return the history with fields of its newest record changed."""
     return (*state.history[:-1], replace(state.history[-1], **fields))
+
+
+def with_bounds(state: RunState, event: Reduced) -> tuple[Ended, ...]:
+    """Return the history with what the newest round's reduction says of its norm bound."""
+    follows = bool(event.clip and state.plan.least)
+    if not event.scaled and not follows:
+        return state.history
+    return amended(state, scaled=event.scaled, norm_bound=state.norm if follows else 0.0)
 
 
 def watches(state: RunState) -> bool:

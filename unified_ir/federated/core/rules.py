@@ -50,6 +50,7 @@ from triplane.unified_ir.federated.core.round_end import (
     watched,
     watches,
     why_spoilt,
+    with_bounds,
     with_included,
 )
 from triplane.unified_ir.federated.core.run import (
@@ -296,7 +297,7 @@ def _reduce(state: RunState, event: Reduced) -> Step:
         spent=state.spent if event.shared == state.shared else (),
         # No later round could return to it.
         good="" if event.number == state.plan.rounds else good,
-        history=amended(state, scaled=event.scaled) if event.scaled else state.history,
+        history=with_bounds(state, event),
     )  # fmt: skip
     return _gather(reduced, turn_after(state, event.number), event.at_s), ()
 

@@ -267,7 +267,8 @@ class Ended:
     """The record of an ended round. given_up: why it was abandoned, or empty.
 
     bytes_down: of the leases that were answered. scaled: updates above a norm bound. returned: why
-    the run returned to an earlier state instead of reducing it, or empty.
+    the run returned to an earlier state instead of reducing it, or empty. norm_bound: of parameters
+    in a masked round, if it follows the updates.
     """
 
     number: int
@@ -285,6 +286,7 @@ class Ended:
     bytes_down: int = 0
     scaled: int = field(default=0, metadata=ADDED)
     returned: str = field(default="", metadata=ADDED)
+    norm_bound: float = field(default=0.0, metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
