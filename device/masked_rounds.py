@@ -306,9 +306,9 @@ class MaskedRounds:
 def _share(masked: MaskedRound, step: pb.MaskingStep) -> pb.MaskingAnswer:
     cohort, keys = wire.cohort_of(step.share)
     # The number first: thousands of keys of a cohort that is refused would cost time.
-    parameters = masked.agreed.terms.parameters(len(keys))
-    if masked.noise is not None:
-        masked.noise.check(parameters)
+    for parameters in masked.agreed.terms.group_parameters(len(keys)):
+        if masked.noise is not None:
+            masked.noise.check(parameters)
     masked.verifier.use(keys)
     return pb.MaskingAnswer(shares=wire.shares_message(masked.device.share(cohort)))
 

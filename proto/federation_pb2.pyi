@@ -137,6 +137,7 @@ class MaskedRounds(_message.Message):
     COLLUDING_SHARE_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     PHASE_S_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     least: _builtins.int
     """Fewest devices whose sum may be unmasked."""
     lost_share: _builtins.float
@@ -146,6 +147,8 @@ class MaskedRounds(_message.Message):
     """Probability that the bounds on a device's neighbours do not hold."""
     phase_s: _builtins.float
     """Seconds for each phase after learning; shares have at least that, until the round's deadline."""
+    groups: _builtins.int
+    """Groups of the cohort that are masked apart, for a robust aggregator over their means; 0 for none."""
     def __init__(
         self,
         *,
@@ -154,10 +157,11 @@ class MaskedRounds(_message.Message):
         colluding_share: _builtins.float | None = ...,
         failure: _builtins.float = ...,
         phase_s: _builtins.float = ...,
+        groups: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_colluding_share", b"_colluding_share", "_lost_share", b"_lost_share", "colluding_share", b"colluding_share", "lost_share", b"lost_share"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_colluding_share", b"_colluding_share", "_lost_share", b"_lost_share", "colluding_share", b"colluding_share", "failure", b"failure", "least", b"least", "lost_share", b"lost_share", "phase_s", b"phase_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_colluding_share", b"_colluding_share", "_lost_share", b"_lost_share", "colluding_share", b"colluding_share", "failure", b"failure", "groups", b"groups", "least", b"least", "lost_share", b"lost_share", "phase_s", b"phase_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__colluding_share: _TypeAlias = _typing.Literal["colluding_share"]  # noqa: Y015
     _WhichOneofArgType__colluding_share: _TypeAlias = _typing.Literal["_colluding_share", b"_colluding_share"]  # noqa: Y015
@@ -626,7 +630,9 @@ Global___Run: _TypeAlias = Run  # noqa: Y015
 
 @_typing.final
 class CohortMasking(_message.Message):
-    """What a masked cohort uses, and what it holds against, computed from the run's `MaskedRounds`."""
+    """What a masked cohort uses, or one of its groups, and what it holds against, computed from the
+    run's `MaskedRounds`.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -638,6 +644,8 @@ class CohortMasking(_message.Message):
     LOST_FIELD_NUMBER: _builtins.int
     COLLUDING_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    COHORT_FIELD_NUMBER: _builtins.int
+    COLLUDING_COHORT_FIELD_NUMBER: _builtins.int
     devices: _builtins.int
     neighbours: _builtins.int
     """Devices with which each one shares its secrets."""
@@ -652,6 +660,9 @@ class CohortMasking(_message.Message):
     colluding: _builtins.int
     failure: _builtins.float
     """Probability that the bounds on a device's neighbours do not hold."""
+    cohort: _builtins.int
+    """Devices of all groups, and most of them that may collude."""
+    colluding_cohort: _builtins.int
     def __init__(
         self,
         *,
@@ -663,10 +674,12 @@ class CohortMasking(_message.Message):
         lost: _builtins.int = ...,
         colluding: _builtins.int = ...,
         failure: _builtins.float = ...,
+        cohort: _builtins.int = ...,
+        colluding_cohort: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["colluding", b"colluding", "devices", b"devices", "failure", b"failure", "least", b"least", "lost", b"lost", "neighbours", b"neighbours", "quorum", b"quorum", "threshold", b"threshold"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cohort", b"cohort", "colluding", b"colluding", "colluding_cohort", b"colluding_cohort", "devices", b"devices", "failure", b"failure", "least", b"least", "lost", b"lost", "neighbours", b"neighbours", "quorum", b"quorum", "threshold", b"threshold"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -771,6 +784,7 @@ class Round(_message.Message):
     SCALED_FIELD_NUMBER: _builtins.int
     RETURNED_FIELD_NUMBER: _builtins.int
     NORM_BOUND_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     evaluates: _builtins.bool
     opened_s: _builtins.float
@@ -793,6 +807,8 @@ class Round(_message.Message):
     """"" or why the run returned to its last good state instead of reducing the round."""
     norm_bound: _builtins.float
     """Norm bound of a masked round, if it follows the updates."""
+    left_out: _builtins.str
+    """Of a round that was masked in groups: which ones are not in the next state, and why."""
     @_builtins.property
     def before(self) -> Global___Spread:
         """Of an evaluating round: over devices."""
@@ -820,10 +836,11 @@ class Round(_message.Message):
         scaled: _builtins.int = ...,
         returned: _builtins.str = ...,
         norm_bound: _builtins.float = ...,
+        left_out: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "before", b"before"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "asked", b"asked", "before", b"before", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "closed_s", b"closed_s", "counted", b"counted", "evaluates", b"evaluates", "given_up", b"given_up", "late", b"late", "loss", b"loss", "lost", b"lost", "norm_bound", b"norm_bound", "number", b"number", "opened_s", b"opened_s", "refused", b"refused", "returned", b"returned", "scaled", b"scaled"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "asked", b"asked", "before", b"before", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "closed_s", b"closed_s", "counted", b"counted", "evaluates", b"evaluates", "given_up", b"given_up", "late", b"late", "left_out", b"left_out", "loss", b"loss", "lost", b"lost", "norm_bound", b"norm_bound", "number", b"number", "opened_s", b"opened_s", "refused", b"refused", "returned", b"returned", "scaled", b"scaled"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1341,12 +1358,15 @@ class MaskingTerms(_message.Message):
     COLLUDING_SHARE_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     FIELDS_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     attempt: _builtins.int
     group: _builtins.int
     least: _builtins.int
     lost_share: _builtins.float
     colluding_share: _builtins.float
     failure: _builtins.float
+    groups: _builtins.int
+    """Groups of the cohort, which follow from the keys of all devices; 0 counts as 1."""
     @_builtins.property
     def fields(self) -> _containers.RepeatedCompositeFieldContainer[Global___MaskedField]: ...
     def __init__(
@@ -1359,10 +1379,11 @@ class MaskingTerms(_message.Message):
         colluding_share: _builtins.float = ...,
         failure: _builtins.float = ...,
         fields: _abc.Iterable[Global___MaskedField] | None = ...,
+        groups: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "colluding_share", b"colluding_share", "failure", b"failure", "fields", b"fields", "group", b"group", "least", b"least", "lost_share", b"lost_share"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "colluding_share", b"colluding_share", "failure", b"failure", "fields", b"fields", "group", b"group", "groups", b"groups", "least", b"least", "lost_share", b"lost_share"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

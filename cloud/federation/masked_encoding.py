@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -83,21 +83,27 @@ def round_encoding(
 
 
 def next_norms(
-    spec: pb.Spec, before: RunState, mean: CohortMean, shared: Change, buffers: Collection[str]
+    spec: pb.Spec,
+    before: RunState,
+    means: Sequence[CohortMean],
+    shared: Change,
+    buffers: Collection[str],
 ) -> Norms:
     """Return the norm bounds of parameters and buffers in the next round; 0 where they are fixed.
 
-    shared: the state of this round, by tensor.
+    means: of the cohort, or of its groups. shared: the state of this round, by tensor.
     """
-    if not mean.bits:
+    contributors = sum(mean.devices for mean in means)
+    bits = [sum(bits) for bits in zip(*(mean.bits for mean in means), strict=True)]
+    if not bits:
         return 0.0, 0.0
     privacy, first = privacy_of(spec), first_norm(spec)
     bounds, sizes = (before.norm, before.buffer_norm), norms_of(floats_of(shared), buffers)
     followed = [
         next_bound(
-            bound, bit, mean.devices, devices=spec.cohort.devices, privacy=privacy,
+            bound, bit, contributors, devices=spec.cohort.devices, privacy=privacy,
             most=max(first, size),
         )
-        for bound, bit, size in zip(bounds, mean.bits, sizes, strict=False)
+        for bound, bit, size in zip(bounds, bits, sizes, strict=False)
     ]  # fmt: skip
     return followed[0], (*followed, 0.0)[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from triplane.proto import federation_pb2 as pb
@@ -28,6 +29,14 @@ LEAST_NORM: Final = 1e-6
 MOST_NORM: Final = 1e6
 
 
+@dataclass(frozen=True, slots=True)
+class FewestLeft:
+    """What a round with groups needs when some of them are left out: groups, and their devices."""
+
+    groups: int = 1
+    devices: int = 1
+
+
 def fill_masking(spec: pb.Spec, *, quorum: int) -> None:
     """Fill in the defaults of masking, if the run has it. InvalidInput: it cannot be masked.
 
@@ -43,8 +52,17 @@ def fill_masking(spec: pb.Spec, *, quorum: int) -> None:
             f"a masked round has {MIN_COHORT} to {MAX_MASKED_COHORT} devices, and devices is "
             f"{devices}; set --devices"
         )
+    groups = masking.groups or 1
+    masking.groups = groups if groups > 1 else 0
+    size = devices // groups
+    if masking.groups and size < max(MIN_COHORT, masking.least):
+        raise InvalidInput(
+            f"{groups} groups of {devices} devices have {size} devices, and the sum of fewer than "
+            f"{max(MIN_COHORT, masking.least)} may not be unmasked: each group is a cohort of its "
+            "own. Ask more devices (--devices), or form fewer groups (--groups)"
+        )
     # More than half must sign the list of survivors anyway.
-    masking.least = masking.least or max(MIN_COHORT, min(quorum, devices // 2 + 1))
+    masking.least = masking.least or max(MIN_COHORT, min(quorum // groups, size // 2 + 1))
     is_asked = masking.HasField("lost_share")
     if not is_asked:
         masking.lost_share = defaults.LOST_SHARE
@@ -55,21 +73,32 @@ def fill_masking(spec: pb.Spec, *, quorum: int) -> None:
         raise InvalidInput(
             f"phase_s is above 0 and at most {MAX_PHASE_S:g} s, got {masking.phase_s:g}"
         )
-    _fill_parameters(masking, devices, max(quorum, masking.least))
+    _fill_parameters(masking, devices, max(quorum, fewest_devices(masking)))
     if is_asked:
         _check_losses(masking, devices)
+
+
+def fewest_devices(masking: pb.MaskedRounds) -> int:
+    """Return the fewest devices that a masked round can begin with: the least of each group."""
+    return int(masking.least * (masking.groups or 1))
 
 
 def cohort_masking(spec: pb.Spec) -> pb.CohortMasking | None:
     """Return what the masking of a full cohort holds; None for a run without it."""
     if not spec.HasField("masking"):
         return None
-    return message_from(pb.CohortMasking, _parameters(spec.masking, spec.cohort.devices))
+    return message_from(pb.CohortMasking, _parameters(spec.masking, spec.cohort.devices)[0])
 
 
 def masking_text(spec: pb.Spec) -> str:
     """Describe the masking of a run whose defaults are filled in, for a full cohort."""
-    text, noise = _parameters(spec.masking, spec.cohort.devices).text(), spec.noise
+    masking, noise = spec.masking, spec.noise
+    text = _parameters(masking, spec.cohort.devices)[0].text()
+    if masking.groups:
+        text += (
+            f"\na hash of all keys forms {masking.groups} groups, and {spec.robustness.aggregator} "
+            "combines their means; a group that fails is left out"
+        )
     text += (
         f"\neach step after learning takes at most {spec.masking.phase_s:g} s (--phase-s), that of "
         f"shares longer if the round's deadline of {spec.cohort.deadline_s:g} s leaves more"
@@ -87,12 +116,13 @@ def masking_text(spec: pb.Spec) -> str:
 def least_and_honest(spec: pb.Spec) -> tuple[int, int] | None:
     """Return the fewest devices in a sum and how many of them are honest; None without masking.
 
-    Of a full cohort: a smaller one has no more colluders.
+    Of a full cohort: a smaller one has no more colluders. Where one with groups has, devices refuse
+    the round, as the noise is not what it costs.
     """
     if not spec.HasField("masking"):
         return None
     chosen = _parameters(spec.masking, spec.cohort.devices)
-    return chosen.least, chosen.least - chosen.colluding
+    return min(x.least for x in chosen), min(x.least - x.colluding for x in chosen)
 
 
 def follows_updates(spec: pb.Spec) -> bool:
@@ -109,16 +139,22 @@ def first_norm(spec: pb.Spec) -> float:
     return first_bound(spec.robustness.norm_bound, START)
 
 
-def _parameters(masking: pb.MaskedRounds, cohort: int) -> MaskingParameters:
+def _parameters(masking: pb.MaskedRounds, cohort: int) -> list[MaskingParameters]:
+    """Return the parameters for each size of the groups of a cohort, the smallest first."""
+    from triplane.unified_ir.federated.masking.groups import group_sizes
     from triplane.unified_ir.federated.masking.parameters import choose_parameters
 
-    return choose_parameters(
-        cohort,
-        least=masking.least,
-        lost_share=masking.lost_share,
-        colluding_share=masking.colluding_share,
-        failure=masking.failure,
-    )
+    return [
+        choose_parameters(
+            size,
+            cohort=cohort,
+            least=masking.least,
+            lost_share=masking.lost_share,
+            colluding_share=masking.colluding_share,
+            failure=masking.failure,
+        )
+        for size in sorted(set(group_sizes(cohort, masking.groups or 1)))
+    ]
 
 
 def _fill_parameters(masking: pb.MaskedRounds, devices: int, fewest: int) -> None:
@@ -137,13 +173,15 @@ def _fill_parameters(masking: pb.MaskedRounds, devices: int, fewest: int) -> Non
 
 def _check_losses(masking: pb.MaskedRounds, devices: int) -> None:
     """Refuse a share of lost devices that the least cohort does not leave."""
-    lost, holds = int(masking.lost_share * devices), _parameters(masking, devices)
-    if holds.lost < lost:
-        raise InvalidInput(
-            f"a round of {devices} devices of which {lost} are lost (lost share "
-            f"{masking.lost_share:g}) has fewer than the {holds.least} whose sum may be unmasked; "
-            "ask more devices, or state a smaller share of lost devices or a smaller least cohort"
-        )
+    for holds in _parameters(masking, devices):
+        lost = int(masking.lost_share * holds.devices)
+        if holds.lost < lost:
+            raise InvalidInput(
+                f"a {'group' if masking.groups else 'round'} of {holds.devices} devices of which "
+                f"{lost} are lost (lost share {masking.lost_share:g}) has fewer than the "
+                f"{holds.least} whose sum may be unmasked; ask more devices, or state a smaller "
+                "share of lost devices or a smaller least cohort"
+            )
 
 
 def fill_norm_bound(spec: pb.Spec) -> None:

@@ -162,6 +162,7 @@ def _at_hand(state: RunState, down: int) -> list[pb.Round]:
             lost=tally[Outcome.LOST],
             bytes_down=down,
             bytes_up=sum(x.update.size for x in at_hand.leases if x.update),
+            left_out=at_hand.left_out,
         )
     ]
 

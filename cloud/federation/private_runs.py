@@ -112,6 +112,7 @@ def check_rows(spec: pb.Spec, robustness: Robustness, *, buffers: bool = False) 
         robustness=robustness,
         privacy=privacy_of(spec),
         masked=least_and_honest(spec),
+        groups=spec.masking.groups or 1,
         strategy=spec.HasField("flower"),
         app=spec.flower.app,
         buffers=buffers,
@@ -153,9 +154,9 @@ def published_change(
     """Return what a round publishes of the mean of `contributed` updates with noise of devices.
 
     As with central noise, a missing device counts as zeros, and tensors that stay as they are lose
-    their noise.
+    their noise. Of a group, the divisor is the number of devices over that of groups.
     """
-    share = contributed / spec.cohort.devices
+    share = contributed * (spec.masking.groups or 1) / spec.cohort.devices
     return {n: np.zeros_like(x) if n in frozen else x * share for n, x in change.items()}
 
 

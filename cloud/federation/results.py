@@ -236,7 +236,7 @@ class Results:
     ) -> Reduction:
         # The graphs come with them.
         from triplane.unified_ir.federated.algorithms import algorithm
-        from triplane.unified_ir.federated.algorithms.aggregators import UNLIMITED, reduce_round
+        from triplane.unified_ir.federated.algorithms.aggregators import reduce_round
 
         prepared, spec, at_hand = record.prepared, record.spec, before.round
         assert prepared is not None
@@ -246,12 +246,15 @@ class Results:
         row, hyper = algorithm(spec.algorithm), hyper_of(spec)
         if at_hand.masked is not None:
             # Devices kept the limits, and the sum was held to them when it was unmasked.
-            change, mean = self._masked.mean(record, before)
-            norms = next_norms(spec, before, mean, state, own)
+            means = self._masked.means(record, before)
+            norms = next_norms(spec, before, [mean for _, mean in means], state, own)
             if before.budget is not None:
-                change = published_change(spec, change, mean.devices, prepared.frozen)
-            updates = [RoundUpdate(mean.weight, lambda: change)]
-            limits = UNLIMITED
+                means = [
+                    (published_change(spec, change, mean.devices, prepared.frozen), mean)
+                    for change, mean in means
+                ]
+            updates = [RoundUpdate(mean.weight, partial(dict, change)) for change, mean in means]
+            limits = limits.of_sums
         else:
             updates = self._round_updates(record, order, like)
         if before.budget is not None and at_hand.masked is None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import secrets
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -118,6 +119,39 @@ def check_noise(run, moved):
     assert abs(deviations(moved, published)) < FAR
     for wrong in (3 / 4, 5 / 4):  # a device more or less
         assert abs(deviations(moved, published * wrong)) > FAR
+
+
+def test_devices_add_noise_in_groups_under_a_robust_aggregator(tmp_path):
+    names = [f"dev{number}" for number in range(10)]
+    argv = (
+        "run", "tiny", "--population", POPULATION, "--rounds", "2", "--devices", "10",
+        "--quorum", "1", "--steps", "2", "--mask", "--groups", "3", "--aggregator", "median",
+        "--lost-share", "0", "--colluding-share", "0.1", "--noise", "distributed",
+        "--epsilon", "4", "--clip", "0.125",
+    )  # fmt: skip
+
+    async def story():
+        # Each device has a thread at work, and there are more of them than a loop has by default.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(32))
+        async with cloud_of(tmp_path) as cloud:
+            clients = [await client_of(cloud, tmp_path, n, i) for i, n in enumerate(names)]
+            async with taking_part(*clients):
+                verb = [*argv, "--identity", str(tmp_path / "home" / "operator")]
+                said = await asyncio.to_thread(CliRunner().invoke, command, verb)
+            (run,) = await cloud.federation.runs()
+            return said, await cloud.federation.run(run.id)
+
+    said, run = within(story())
+    assert said.exit_code == 0, said.output
+    first, rest = said.output.split("[", 1)
+    assert "masking for groups of 3 of 10 devices" in first
+    assert "a hash of all keys forms 3 groups, and median combines their means" in first
+    assert "enough while 2 devices of a sum are honest" in first
+    assert "result tiny@2" in rest
+    assert [(r.counted, r.left_out) for r in run.rounds] == [(10, "")] * 3
+    for name in names:
+        stored = json.loads((tmp_path / name / "privacy.json").read_text())["runs"][run.id]
+        assert stored["concentrated"] == pytest.approx(2 / run.spec.noise.multiplier**2)
 
 
 def test_the_command_line_says_first_whom_the_noise_protects_from_and_then_what_it_spent(tmp_path):

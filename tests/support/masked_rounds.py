@@ -88,6 +88,11 @@ class MaskedRound:
         for device in self.simulated:
             self.cloud.add_keys(device.advertise())
         self.cohort = self.cloud.cohort()
+        # The groups of other devices, if there are several, are nothing to the real ones.
+        real = {answer.keys.device for answer in answers}
+        self.cloud = next(g for g in self.cloud.groups if real <= set(g.session.devices))
+        inside = set(self.cloud.session.devices)
+        self.simulated = [d for d in self.simulated if d.advertise().device in inside]
         return self.step(share=wire.cohort_message(self.cohort, self.verifier.keys))
 
     def mask(self, *answers):
@@ -126,9 +131,7 @@ class MaskedRound:
 
     def mean(self, sums):
         """The sections of the weighted mean, and the weight."""
-        return self.codec.decode(
-            sums, len(self.cloud.contributors), cohort=len(self.cohort.advertisements)
-        )
+        return self.codec.decode(sums, len(self.cloud.contributors), cohort=len(self.cloud.session))
 
     def _position_of(self, device):
         return self.position(device.advertise().device)

@@ -33,7 +33,7 @@ NOISE_FIELDS: Final = {
 }
 MASKING_FIELDS: Final = {
     "least_cohort": "least", "lost_share": "lost_share", "colluding_share": "colluding_share",
-    "mask_failure": "failure",
+    "mask_failure": "failure", "groups": "groups",
 }
 NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
     **dict.fromkeys(
@@ -58,8 +58,10 @@ lets later rounds take back a part of the noise. It does not hide losses and sco
 who run the cloud, nor, with --noise central, updates from the cloud.
   --epsilon 4 --devices 100 --clip 0.5 --separation 10 --correlated
 --mask lets the cloud learn the sum of a round only (secure aggregation). With --noise distributed
-beside it the devices add the noise, which then protects from the cloud, too.
+beside it the devices add the noise, which then protects from the cloud, too. With --groups and
+--aggregator the cloud learns a sum for each group, and lies in a few groups may be left out.
   --mask --noise distributed --epsilon 8 --devices 20 --clip 0.5
+  --mask --norm-bound 2 --devices 30 --groups 6 --aggregator multi-krum
 """
 
 
@@ -138,6 +140,11 @@ def privacy_options() -> list[click.Parameter]:
             help="Probability that the bounds on a device's neighbours do not hold.  "
             f"[default: {defaults.MASK_FAILURE:g}]",
         ),
+        click.Option(
+            ["--groups"], metavar="N", type=click.IntRange(2, 1000),
+            help="Divide the devices of a round at random into so many groups that are masked "
+            "apart; --aggregator then combines their means.  [default: one group]",
+        ),
     ]  # fmt: skip
 
 
@@ -205,5 +212,7 @@ def study_facts(options: dict[str, Any]) -> dict[str, Any]:
     """Return what limits devices, adds noise and masks in a study, by option, for its page."""
     facts = dict(options[NOISE] or limit_facts(options))
     if options[MASKING] is not None:
-        facts |= {"masking": "yes", **options[MASKING]}
+        asked = options[MASKING]
+        stated = {name: asked[k] for name, k in MASKING_FIELDS.items() if k in asked}
+        facts |= {"masking": "yes", **stated}
     return facts

@@ -36,9 +36,9 @@ def masked_request(
     masking = pb.MaskedRounds(colluding_share=colluding_share, phase_s=phase_s)
     if lost_share is not None:
         masking.lost_share = lost_share
-    masking.least = fields.pop("least", 3)
+    masking.least, masking.groups = fields.pop("least", 3), fields.pop("groups", 0)
     cohort = {"devices": devices, "quorum": 1.0} | fields.pop("cohort", {})
-    robustness = pb.Robustness(norm_bound=str(norm))
+    robustness = pb.Robustness(norm_bound=str(norm), aggregator=fields.pop("aggregator", ""))
     return start_request(masking=masking, cohort=cohort, robustness=robustness, **fields)
 
 

@@ -185,6 +185,18 @@ def test_a_round_with_noise_of_devices_divides_by_its_devices_and_frees_frozen_t
     assert made["still"].tolist() == [0.0]
 
 
+def test_the_mean_of_groups_with_noise_is_that_of_the_round():
+    """Of groups of 4 and 3 devices, of which one each is missing and adds zeros."""
+    made = spec(cohort=pb.Cohort(devices=7), masking=pb.MaskedRounds(groups=2))
+    sums, counts = (12.0, 5.0), (3, 2)
+    groups = [
+        published_change(made, {"w": np.array([total / count])}, count, ())["w"]
+        for total, count in zip(sums, counts, strict=True)
+    ]
+    assert np.mean(groups) == pytest.approx(sum(sums) / 7)
+    assert groups[0] == pytest.approx(12 / 3.5)
+
+
 def test_a_masked_run_counts_on_the_fewest_honest_devices():
     noise = pb.Noise(epsilon=4.0, placement="distributed", clip=0.5)
     made = with_defaults(
@@ -226,7 +238,7 @@ def test_a_masked_run_with_a_quantile_gets_noise_in_its_bits_and_is_charged_the_
     assert terms is not None
     assert (terms.clip, terms.clip_bit) == (0.5, True)
     mean = CohortMean((np.zeros(4, np.float32),), 8, 8, bits=(4,))
-    norm, none = next_norms(made, state, mean, {"w": np.full(4, 9.0)}, ())
+    norm, none = next_norms(made, state, [mean], {"w": np.full(4, 9.0)}, ())
     assert norm == pytest.approx(0.5 * np.exp(-0.2 * ((4 / 10 + 1) / 2 - 0.7)))
     assert none == 0
 
@@ -242,13 +254,13 @@ def test_the_bounds_of_parameters_and_buffers_follow_their_own_bits():
     shared = {"w": np.full(4, 0.5), "mean": np.full(4, 8.0), "count": np.array(3)}
     zeros = np.zeros(4, np.float32)
     mean = CohortMean((zeros, zeros), 9, 4, bits=(4, -4))
-    down, up = next_norms(made, state, mean, shared, ["mean"])
+    down, up = next_norms(made, state, [mean], shared, ["mean"])
     assert [down, up] == pytest.approx([2 * np.exp(-0.5), 8 * np.exp(0.5)])
     # No further than the first bound, and the norm of what is learned: 1 and 16.
     mean = replace(mean, bits=(-4, -4))
     state = replace(state, buffer_clip=12.0)
-    assert next_norms(made, state, mean, shared, ["mean"]) == (2.0, 16.0)
-    assert next_norms(made, state, replace(mean, bits=()), shared, ["mean"]) == (0.0, 0.0)
+    assert next_norms(made, state, [mean], shared, ["mean"]) == (2.0, 16.0)
+    assert next_norms(made, state, [replace(mean, bits=())], shared, ["mean"]) == (0.0, 0.0)
     stored = Reduced(at_s=1.0, number=1, shared="ab", clip=2.0, buffer_clip=3.0)
     assert from_json(Reduced, to_json(stored)) == stored
     assert from_json(RunState, to_json(state)) == state

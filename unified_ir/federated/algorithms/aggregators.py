@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -212,15 +212,30 @@ class Robustness:
         """What is not protected, in a few words, or empty."""
         return "no norm bound: one device can replace the model" if self.norm_bound == OFF else ""
 
-    def check_count(self, least: int) -> None:
-        """Raise InvalidInput if a round of so few updates is too small for the aggregator."""
+    @property
+    def of_sums(self) -> Robustness:
+        """The limits on means of groups that are masked apart: the aggregator alone.
+
+        Nobody sees an update there; devices keep the norm bound and the cap of examples.
+        """
+        return replace(UNLIMITED, aggregator=self.aggregator, numbers=self.numbers)
+
+    def check_count(self, least: int, *, groups: int = 1) -> None:
+        """Raise InvalidInput if a round of so few updates is too small for the aggregator.
+
+        groups: if there are several, their means take the place of updates.
+        """
         needed = self.row.least(self.all_numbers)
-        if least < needed:
+        inputs = least if groups == 1 else groups
+        if inputs < needed:
             numbers = ", ".join(f"{k} {v:g}" for k, v in self.all_numbers.items())
             of = f" with {numbers}" if numbers else ""
+            what, way = ("updates", "Ask more devices")
+            if groups > 1:
+                what, way = ("sums of groups", "Form more groups")
             raise InvalidInput(
-                f"the aggregator {self.aggregator}{of} needs at least {needed} updates in each "
-                f"round; a round may have {least}. Ask more devices, or choose another aggregator"
+                f"the aggregator {self.aggregator}{of} needs at least {needed} {what} in each "
+                f"round; a round may have {inputs}. {way}, or choose another aggregator"
             )
 
 

@@ -46,6 +46,7 @@ def ended(round_: Round, now_s: float, given_up: str) -> Ended:
         + sum(answer.size for x in round_.leases for answer in x.answers),
         bytes_down=sum(x.bytes_down for x in round_.leases),
         given_up=given_up,
+        left_out=round_.left_out,
     )
 
 

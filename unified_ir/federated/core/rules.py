@@ -307,12 +307,15 @@ def _exchange(state: RunState, event: Exchanged) -> Step:
     if not masked_round.is_expected(state, event):
         return state, ()
     assert state.round is not None
-    masked = state.round.masked
-    assert masked is not None
     state, effects = masked_round.refuse(state, sorted(event.refused.items()))
+    state, more = masked_round.leave_out(state, event.left_out)
+    effects += more
     if event.failure:
         state, more = _end_masked(state, event.failure, event.at_s)
         return state, effects + more
+    assert state.round is not None
+    masked = state.round.masked
+    assert masked is not None
     state, more = masked_round.advance(state, masked, event.at_s)
     effects += more
     if event.step.next is None:

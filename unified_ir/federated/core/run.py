@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Final
 
 from triplane.unified_ir.federated.core.limits import Norms
 from triplane.unified_ir.federated.core.masked_step import (
+    LostGroup,
     MaskedProgress,
     MaskedStep,
     StepAnswer,
@@ -254,6 +255,7 @@ class Round:
     """The current round. leases: by device name. attempt: rounds abandoned in a row before it.
 
     population: members that could learn when it opened, connected or not. masked: its present step.
+    left_out: which groups are not in it any more and why.
     """
 
     number: int
@@ -263,6 +265,7 @@ class Round:
     leases: Sequence[Lease]
     population: int = field(default=0, metadata=ADDED)
     masked: MaskedProgress | None = field(default=None, metadata=ADDED)
+    left_out: str = field(default="", metadata=ADDED)
 
     def __post_init__(self) -> None:
         if not isinstance(self.leases, Leases):
@@ -274,8 +277,8 @@ class Ended:
     """The record of an ended round. given_up: why it was abandoned, or empty.
 
     bytes_down: of the leases that were answered. scaled: updates above a norm bound. returned: why
-    the run returned to an earlier state instead of reducing it, or empty. norm_bound: of parameters
-    in a masked round, if it follows the updates.
+    the run returned to an earlier state instead of reducing it. left_out: which groups are not in
+    the next state and why. norm_bound: of masked parameters, where it follows the updates.
     """
 
     number: int
@@ -293,6 +296,7 @@ class Ended:
     bytes_down: int = 0
     scaled: int = field(default=0, metadata=ADDED)
     returned: str = field(default="", metadata=ADDED)
+    left_out: str = field(default="", metadata=ADDED)
     norm_bound: float = field(default=0.0, metadata=ADDED)
 
 
@@ -444,6 +448,7 @@ class Exchanged:
     step: MaskedStep
     refused: Mapping[str, str]
     failure: str = ""
+    left_out: tuple[LostGroup, ...] = field(default=(), metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,6 +48,7 @@ def terms_message(terms: MaskingTerms) -> pb.MaskingTerms:
     return pb.MaskingTerms(
         attempt=terms.attempt,
         group=terms.group,
+        groups=terms.groups if terms.groups > 1 else 0,
         least=terms.least,
         lost_share=terms.lost_share,
         colluding_share=terms.colluding_share,
@@ -71,6 +72,7 @@ def terms_of(
         round=round_,
         attempt=message.attempt,
         group=message.group,
+        groups=message.groups or 1,
         fields=tuple(MaskedField(f.entries, f.bits, f.noise_bits) for f in message.fields),
         least=message.least,
         lost_share=message.lost_share,

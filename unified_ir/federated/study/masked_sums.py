@@ -2,7 +2,7 @@
 
 Nothing is encrypted here, since all devices are in this process. Updates are clipped to a norm,
 encoded as a masked round encodes them (`masking.encoding`), with the noise of each device if it
-adds some, and decoded from their sum.
+adds some, and decoded from their sum. With groups, each has a sum of its own.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from triplane.unified_ir.federated.core import defaults
-from triplane.unified_ir.federated.core.draws import Array
+from triplane.unified_ir.federated.core.draws import Array, Draws
 from triplane.unified_ir.federated.masking.adaptive import bit_share
 from triplane.unified_ir.federated.masking.encoding import (
     EncodedSection,
     UpdateEncoding,
     range_for,
 )
+from triplane.unified_ir.federated.masking.groups import group_sizes, groups_of
 from triplane.unified_ir.federated.masking.noise import (
     bit_noise_bits,
     noises_for,
@@ -46,7 +47,8 @@ class MaskedStudy:
 
     norm: to which updates are clipped, and by which their integers are scaled; follows: it is that
     of the first round, and the next ones follow the updates. cap: examples that count at most.
-    failure: of the bounds on a device's neighbours.
+    failure: of the bounds on a device's neighbours. groups: of a round that are masked apart, each
+    with the least cohort of its own.
     """
 
     norm: float
@@ -56,12 +58,21 @@ class MaskedStudy:
     lost_share: float = defaults.LOST_SHARE
     colluding_share: float = defaults.COLLUDING_SHARE
     failure: float = defaults.MASK_FAILURE
+    groups: int = 1
 
-    def parameters(self, devices: int) -> MaskingParameters:
-        """Return what a cohort of `devices` uses. InvalidInput: it cannot be masked."""
+    def parameters(self, devices: int) -> list[MaskingParameters]:
+        """Return what a round of `devices` uses, for each size of its groups, the largest first.
+
+        InvalidInput: it, or a group of it, cannot be masked.
+        """
+        sizes = dict.fromkeys(group_sizes(devices, self.groups))
+        return [self._of_group(size, devices) for size in sizes]
+
+    def _of_group(self, size: int, devices: int) -> MaskingParameters:
         return choose_parameters(
-            devices,
-            least=self.least or max(LEAST, devices // 2 + 1),
+            size,
+            cohort=devices,
+            least=self.least or max(LEAST, size // 2 + 1),
             lost_share=self.lost_share,
             colluding_share=self.colluding_share,
             failure=self.failure,
@@ -69,25 +80,34 @@ class MaskedStudy:
 
     def text(self, devices: int) -> str:
         """Describe it for people, a few lines."""
-        return (
-            f"{self.parameters(devices).text()}\nthis study computes the integers and their sum; "
-            "it encrypts nothing, and no device is lost"
+        lines = [chosen.text() for chosen in self.parameters(devices)]
+        if self.groups > 1:
+            lines.append(
+                f"the mean of each of the {self.groups} groups is one input of the aggregator"
+            )
+        lines.append(
+            "this study computes the integers and their sum; it encrypts nothing, and no device is "
+            "lost"
         )
+        return "\n".join(lines)
 
-    def honest(self, devices: int) -> int:
-        """Return the fewest honest devices in a sum that is revealed."""
-        chosen = self.parameters(devices)
-        return chosen.least - chosen.colluding
+    def least_and_honest(self, devices: int) -> tuple[int, int]:
+        """Return the fewest devices, and the fewest honest ones, in a sum that is revealed."""
+        every = self.parameters(devices)
+        return min(p.least for p in every), min(p.least - p.colluding for p in every)
 
 
 def masked_cohort(masking: MaskedStudy | None, devices: int) -> tuple[int, int] | None:
     """Return the least cohort and its honest devices, or None; see `check_composition`."""
-    return None if masking is None else (masking.parameters(devices).least, masking.honest(devices))
+    return None if masking is None else masking.least_and_honest(devices)
 
 
 @dataclass(frozen=True, slots=True)
 class MaskedSum:
-    """The encoding of one round, and the noise of each of its devices if they add some."""
+    """The encoding of one sum of a round, and the noise of each of its devices if they add some.
+
+    devices: of the cohort or the group.
+    """
 
     names: tuple[str, ...]
     encoding: UpdateEncoding
@@ -156,8 +176,38 @@ def masked_bytes(
     devices: int,
     privacy: DifferentialPrivacy | None,
 ) -> int:
-    """Return the bytes of a masked update of this form."""
+    """Return the bytes of a masked update of this form; with groups, in the largest of them."""
     return masked_sum(change, masking, devices=devices, seed=0, privacy=privacy).bytes_up
+
+
+def masked_means(
+    updates: Sequence[tuple[int, Mapping[str, Array]]],
+    masking: MaskedStudy,
+    *,
+    draws: Draws,
+    privacy: DifferentialPrivacy | None,
+) -> list[dict[str, Array]]:
+    """Return the weighted mean of (examples, change) of each group of a round, float64.
+
+    draws: of the round, for the public rotation, and for the groups, which a hash of all keys
+    draws in a run.
+    """
+    sums = means_and_bits(updates, masking, draws=draws, privacy=privacy)
+    return [mean for mean, _ in sums]
+
+
+def means_and_bits(
+    updates: Sequence[tuple[int, Mapping[str, Array]]],
+    masking: MaskedStudy,
+    *,
+    draws: Draws,
+    privacy: DifferentialPrivacy | None,
+) -> list[tuple[dict[str, Array], tuple[int, ...]]]:
+    """Return the mean of each group and the sum of its bits; see `masked_means`."""
+    words, devices = draws.words(5), len(updates)
+    sums = masked_sum(updates[0][1], masking, devices=devices, seed=int(words[0]), privacy=privacy)
+    groups = groups_of(words[1:].tobytes(), devices, masking.groups)
+    return [replace(sums, devices=len(g)).mean_and_bits([updates[i] for i in g]) for g in groups]
 
 
 def masked_sum(
@@ -168,17 +218,21 @@ def masked_sum(
     seed: int,
     privacy: DifferentialPrivacy | None,
 ) -> MaskedSum:
-    """Return how a round's updates of this form are summed. seed: of the public rotation."""
+    """Return how updates of this form are summed in the largest group of a round of `devices`.
+
+    seed: of the public rotation.
+    """
     names = tuple(sorted(change))
     entries = sum(change[n].size for n in names)
     section = EncodedSection(entries, range_for(masking.norm, entries))
     noise = bit_noise = None
     room = 0
     if privacy is not None and privacy.placement == DISTRIBUTED:
-        honest, least = masking.honest(devices), masking.parameters(devices).least
+        least, honest = masking.least_and_honest(devices)
         noise, bit_noise = noises_for(section, masking.norm, privacy, devices, honest)
         section = with_noise_bits(section, noise.variance, least)
         room = 0 if bit_noise is None else bit_noise_bits(bit_noise.variance, least)
     share = bit_share(privacy) if masking.follows else 0.0
     encoding = UpdateEncoding((section,), masking.cap, seed, bool(share), room)
-    return MaskedSum(names, encoding, masking.norm, devices, noise, bit_noise, share)
+    largest = group_sizes(devices, masking.groups)[0]
+    return MaskedSum(names, encoding, masking.norm, largest, noise, bit_noise, share)

@@ -102,6 +102,7 @@ def check_rows(
         robustness=study.robustness,
         privacy=study.privacy,
         masked=masked_cohort(study.masking, devices),
+        groups=1 if study.masking is None else study.masking.groups,
         strategy=strategy,
         buffers=buffers,
     )

@@ -169,7 +169,8 @@ def simulate(
     if not shards or study.devices > len(shards):
         raise InvalidInput(f"a round asks {study.devices or 1} devices; there are {len(shards)}")
     asked, study = study.rounds, prepared(study, len(shards))
-    study.robustness.check_count(study.devices or len(shards))
+    groups = study.masking.groups if study.masking else 1
+    study.robustness.check_count(study.devices or len(shards), groups=groups)
     with TemporaryDirectory() as temporary:
         path = Path(temporary) / PLAN
         # Through a file, so that a study runs exactly the plan that a device would receive.

@@ -9,8 +9,12 @@ from hypothesis import strategies as st
 from tests.federated.core.rules.runs import DEVICES, fresh, opcodes, open_lease, plan, reduces, step
 
 from triplane.cloud.federation.coding import from_json, to_json
-from triplane.unified_ir.federated.core.masked_round import MAX_KEYS, answer_of
-from triplane.unified_ir.federated.core.masked_step import STEPS, MaskedStep, StepAnswer
+from triplane.unified_ir.federated.core.masked_round import (
+    GROUP_LEFT_OUT,
+    MAX_KEYS,
+    answer_of,
+)
+from triplane.unified_ir.federated.core.masked_step import STEPS, LostGroup, MaskedStep, StepAnswer
 from triplane.unified_ir.federated.core.rules import due_s
 from triplane.unified_ir.federated.core.run import (
     NEVER,
@@ -370,6 +374,52 @@ def test_refused_answers_leave_the_round_and_are_counted():
     assert state.round.masked.step is SIGNATURES
     state, effects = answered(state, [names[0], *names[2:]])
     assert exchanges(effects) == [[names[0], *names[2:]]]
+
+
+@pytest.mark.parametrize("what", STEPS[1:])
+def test_a_group_that_is_left_out_counts_for_nothing_and_stays_spent(what):
+    names = DEVICES[:4]
+    state = through(begun(), names, what)
+    state, _ = answered(state, names)
+    group = LostGroup(devices=(names[3], names[1]), reason="group 2 of 2: too few")
+    event = exchanged(state, left_out=(group,))
+    assert from_json(Exchanged, to_json(event)) == event
+    state, effects = step(state, event)
+    while state.phase is Phase.COLLECTING:
+        assert [x.device for x in state.round.leases if x.due] == [names[0], names[2]]
+        assert state.round.left_out == "group 2 of 2: too few"
+        state, _ = answered(state, [names[0], names[2]])
+        state, effects = step(state, exchanged(state))
+    ((order),) = reduces(effects)
+    assert [x.device for x in order.leases] == [names[0], names[2]]
+    assert (state.history[-1].counted, state.history[-1].lost) == (2, 2)
+    assert state.history[-1].left_out == "group 2 of 2: too few"
+    for name in names:
+        settled = state.members[name].settled
+        wanted = (True, "") if name in {names[0], names[2]} else (False, GROUP_LEFT_OUT)
+        assert (settled.counted, settled.reason) == wanted
+    # Before inputs were asked for, the devices of the group have masked nothing.
+    assert set(state.spent) == ({*names} if what.is_at_least(INPUTS) else {names[0], names[2]})
+    assert state.refusals == {}
+
+
+def test_a_group_with_a_device_that_was_lost_before_is_left_out_without_it():
+    names = DEVICES[:4]
+    state = through(begun(), names, INPUTS)
+    state, _ = answered(state, names[:3])
+    state, _ = step(state, Tick(at_s=31.0))
+    kept = state.members[names[3]]
+    group = LostGroup(devices=names[2:4], reason="r")
+    state, _ = step(state, exchanged(state, left_out=(group, group)))
+    assert state.members[names[3]] == kept
+    assert outcomes(state.round)[names[2]] is Outcome.LOST
+    assert state.round.left_out == "r; r"
+
+
+def test_without_groups_nothing_of_them_is_stored():
+    state = through(begun(), DEVICES[:4], INPUTS)
+    text = to_json(state)
+    assert "left_out" not in text + to_json(exchanged(answered(state, DEVICES[:4])[0]))
 
 
 @pytest.mark.parametrize("what", [INPUTS, REVEALS])
