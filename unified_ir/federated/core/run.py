@@ -274,8 +274,7 @@ class Ended:
     """The record of an ended round. given_up: why it was abandoned, or empty.
 
     bytes_down: of the leases that were answered. scaled: updates above a norm bound. returned: why
-    the run returned to an earlier state instead of reducing it, or empty. norm_bound: of parameters
-    in a masked round, if it follows the updates.
+    the run returned to an earlier state instead of reducing it. norm_bound: a masked one's, if any.
     """
 
     number: int
@@ -307,9 +306,9 @@ class RunState:
     epoch: of the newest restart; "" before the first. watch: of the loss over devices. good: blob
     of the newest state that it judged good, or empty. fresh_optimizer: whether the next reduction
     begins without the optimizer's slots, which are of a spoilt state. charged: rounds charged to
-    the plan's budget. clip: norm of changes in the next round, where it follows the updates;
-    buffer_clip: that of float buffers, in masked rounds. spent: devices that masked an update for
-    the present shared state, by name; they contribute for no state twice.
+    the plan's budget. clip: norm of changes in the next round, where it follows the updates, and
+    buffer_clip that of masked buffers. spent: devices that masked an update for the present shared
+    state, by name; they contribute for no state twice.
     """
 
     plan: RunPlan
@@ -348,16 +347,8 @@ class RunState:
 
     @property
     def norm(self) -> float:
-        """The norm to which changes of the next round are clipped, if there is a budget.
-
-        Without one, that of masked parameters, if it follows the updates.
-        """
+        """The norm to which changes of the next round are clipped, if the plan has one."""
         return self.clip or self.plan.clip
-
-    @property
-    def buffer_norm(self) -> float:
-        """The norm of masked buffers in the next round, if it follows the updates."""
-        return self.buffer_clip or self.plan.clip
 
 
 # Events. at_s: seconds since 1970, never less than that of the event before.
