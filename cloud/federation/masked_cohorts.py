@@ -18,7 +18,7 @@ import numpy as np
 from triplane.cloud.federation.journal import RunRecord
 from triplane.cloud.federation.live import MakeEvent
 from triplane.cloud.federation.masked_cohort import CohortMean, GivenAnswer, MaskedCohort
-from triplane.cloud.federation.masked_encoding import RoundEncoding, round_encoding
+from triplane.cloud.federation.masked_encoding import RoundEncoding, norms_at, round_encoding
 from triplane.cloud.federation.masked_spec import follows_updates
 from triplane.cloud.federation.run_projection import RunProjection, Turn, turn_of
 from triplane.cloud.federation.spec import fewest_left
@@ -226,7 +226,7 @@ class MaskedCohorts:
             buffers=buffers,
             cap=_cap(record, round_.masked.cap),
             seed=_seed(state),
-            norms=(state.norm, state.buffer_norm) if follows_updates(spec) else None,
+            norms=norms_at(state) if follows_updates(spec) else None,
         )
         masking = spec.masking
         terms = MaskingTerms(

@@ -82,6 +82,11 @@ def round_encoding(
     return RoundEncoding(message, parsed, noise, bit)
 
 
+def norms_at(state: RunState) -> Norms:
+    """Return the norm bounds of parameters and buffers, where they follow the updates."""
+    return state.norm, state.buffer_clip or state.plan.clip
+
+
 def next_norms(
     spec: pb.Spec,
     before: RunState,
@@ -98,7 +103,7 @@ def next_norms(
     if not bits:
         return 0.0, 0.0
     privacy, first = privacy_of(spec), first_norm(spec)
-    bounds, sizes = (before.norm, before.buffer_norm), norms_of(floats_of(shared), buffers)
+    bounds, sizes = norms_at(before), norms_of(floats_of(shared), buffers)
     followed = [
         next_bound(
             bound, bit, contributors, devices=spec.cohort.devices, privacy=privacy,

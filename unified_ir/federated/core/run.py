@@ -276,9 +276,8 @@ class Round:
 class Ended:
     """The record of an ended round. given_up: why it was abandoned, or empty.
 
-    bytes_down: of the leases that were answered. scaled: updates above a norm bound. returned: why
-    the run returned to an earlier state instead of reducing it. left_out: which groups are not in
-    the next state and why. norm_bound: of masked parameters, where it follows the updates.
+    bytes_down: of answered leases. scaled: updates above a norm bound. returned: why the run
+    returned to an earlier state. left_out: why which groups were. norm_bound: of masked updates.
     """
 
     number: int
@@ -310,10 +309,9 @@ class RunState:
     not_before_s: no round opens earlier. rules: version of the rules that the run began under.
     epoch: of the newest restart; "" before the first. watch: of the loss over devices. good: blob
     of the newest state that it judged good, or empty. fresh_optimizer: whether the next reduction
-    begins without the optimizer's slots, which are of a spoilt state. charged: rounds charged to
-    the plan's budget. clip: norm of changes in the next round, where it follows the updates;
-    buffer_clip: that of float buffers, in masked rounds. spent: devices that masked an update for
-    the present shared state, by name; they contribute for no state twice.
+    begins without the optimizer's slots. charged: rounds charged to the plan's budget. clip: norm
+    of changes in the next round, where it follows the updates, and buffer_clip that of masked
+    buffers. spent: names of devices that masked an update for this state; none does so twice.
     """
 
     plan: RunPlan
@@ -352,16 +350,8 @@ class RunState:
 
     @property
     def norm(self) -> float:
-        """The norm to which changes of the next round are clipped, if there is a budget.
-
-        Without one, that of masked parameters, if it follows the updates.
-        """
+        """The norm to which changes of the next round are clipped, if the plan has one."""
         return self.clip or self.plan.clip
-
-    @property
-    def buffer_norm(self) -> float:
-        """The norm of masked buffers in the next round, if it follows the updates."""
-        return self.buffer_clip or self.plan.clip
 
 
 # Events. at_s: seconds since 1970, never less than that of the event before.
@@ -498,9 +488,8 @@ class Tick:
 class Reduced:
     """The round's updates became the next shared state. scaled: those above a norm bound.
 
-    charged: rounds charged to the budget, this one included; 0 without a budget. clip: the norm of
-    the next round, where it follows the updates; buffer_clip: that of masked buffers. left_out:
-    devices whose updates are not in the state, because no honest device sends such.
+    charged: rounds charged to the budget, this one included; 0 without a budget. clip, buffer_clip:
+    norms of the next round; see `RunState`. left_out: devices whose updates are not in the state.
     """
 
     at_s: float

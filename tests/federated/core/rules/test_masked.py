@@ -119,7 +119,7 @@ def test_a_round_without_losses_goes_through_all_steps_and_is_reduced():
 
 def test_the_bounds_follow_what_is_reduced_and_stay_while_rounds_are_given_up():
     state = begun(clip=4.0, rounds=6)
-    bounds = [(state.norm, state.buffer_norm)]
+    bounds = [(state.norm, state.buffer_clip)]
     for number, (clip, buffer_clip) in enumerate(((2.5, 6.0), (1.5, 9.0)), 1):
         state, _ = answered(through(state, DEVICES[:4], REVEALS), DEVICES[:4])
         state, _ = step(state, exchanged(state))
@@ -127,14 +127,14 @@ def test_the_bounds_follow_what_is_reduced_and_stay_while_rounds_are_given_up():
             state, Reduced(at_s=3.0, number=number, shared=f"s{number}", clip=clip,
                            buffer_clip=buffer_clip),
         )  # fmt: skip
-        bounds.append((state.norm, state.buffer_norm))
-    assert bounds == [(4.0, 4.0), (2.5, 6.0), (1.5, 9.0)]
+        bounds.append((state.norm, state.buffer_clip))
+    assert bounds == [(4.0, 0.0), (2.5, 6.0), (1.5, 9.0)]
     assert [r.norm_bound for r in state.history if not r.evaluates] == [4.0, 2.5]
     assert from_json(RunState, to_json(state)) == state
     state, _ = answered(state, DEVICES[:4])
     state, _ = step(state, exchanged(state, failure="no"))
     assert state.history[-1].given_up
-    assert (state.norm, state.buffer_norm) == (1.5, 9.0)
+    assert (state.norm, state.buffer_clip) == (1.5, 9.0)
 
 
 def test_the_cap_is_the_largest_offer_but_at_most_three_medians():
