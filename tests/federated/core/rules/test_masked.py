@@ -486,7 +486,7 @@ def events(draw):
         "exchange",
         "tick",
     ]
-    kinds += ["fail", "refuse", "decline", "restart", "stop", "resume", "reduce", "wait"]
+    kinds += ["fail", "refuse", "group", "decline", "restart", "stop", "resume", "reduce", "wait"]
     numbers = st.integers(0, len(DEVICES) - 1)
     return draw(st.lists(st.tuples(st.sampled_from(kinds), numbers), min_size=10, max_size=120))
 
@@ -497,9 +497,11 @@ def made(state, kind, device, now):
     masked = round_.masked if round_ is not None and state.phase is Phase.COLLECTING else None
     if kind == "answer" and lease is not None and masked is not None:
         return answer(state, device, at_s=now)
-    if kind in {"exchange", "fail", "refuse"} and masked is not None:
+    if kind in {"exchange", "fail", "refuse", "group"} and masked is not None:
         refused = {device: "r"} if kind == "refuse" else {}
-        return exchanged(state, now, refused=refused, failure="f" if kind == "fail" else "")
+        lost = (LostGroup(devices=(device, DEVICES[0]), reason="g"),) if kind == "group" else ()
+        failure = "f" if kind == "fail" else ""
+        return exchanged(state, now, refused=refused, left_out=lost, failure=failure)
     if kind == "decline" and lease is not None:
         return Declined(at_s=now, device=device, lease=lease.id, reason="no")
     simple = {
