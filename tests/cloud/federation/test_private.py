@@ -256,6 +256,9 @@ def test_the_bounds_of_parameters_and_buffers_follow_their_own_bits():
     mean = CohortMean((zeros, zeros), 9, 4, bits=(4, -4))
     down, up = next_norms(made, state, [mean], shared, ["mean"])
     assert [down, up] == pytest.approx([2 * np.exp(-0.5), 8 * np.exp(0.5)])
+    # Of two groups: all four devices, as in one.
+    groups = [replace(mean, devices=n, bits=(n, -n)) for n in (3, 1)]
+    assert next_norms(made, state, groups, shared, ["mean"]) == (down, up)
     # No further than the first bound, and the norm of what is learned: 1 and 16.
     mean = replace(mean, bits=(-4, -4))
     state = replace(state, buffer_clip=12.0)
