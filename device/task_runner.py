@@ -252,11 +252,11 @@ class TaskRunner:
         )
         facts = _update_facts(task, learned.examples, learned.loss, began_s)
         change = learned.change
+        if masked is not None:  # which clips it, and says whether it was
+            return self._advertised(plan, task, masked, facts, change)
         if task.noise is not None:
             change = {name: np.array(x) for name, x in change.items()}
             clip(change, task.noise.clip)
-        if masked is not None:
-            return self._advertised(plan, task, masked, facts, change)
         return self._contribution_of(self._written(plan, task, facts, change), task, stop)
 
     def _begun(self, plan: Plan, task: Task) -> "MaskedRound":

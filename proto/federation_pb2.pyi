@@ -260,7 +260,9 @@ class Robustness(_message.Message):
     NUMBERS_FIELD_NUMBER: _builtins.int
     RETURNS_FIELD_NUMBER: _builtins.int
     norm_bound: _builtins.str
-    """"adaptive", "off", or the largest norm of a change of parameters as a number above 0."""
+    """"adaptive", "off", or the largest norm of a change of parameters as a number above 0. In masked
+    runs "adaptive:START" has the bound of the first round.
+    """
     max_examples: _builtins.int
     """Largest weight of an update, in examples; 0: three times the round's lower median."""
     aggregator: _builtins.str
@@ -787,6 +789,7 @@ class Round(_message.Message):
     GIVEN_UP_FIELD_NUMBER: _builtins.int
     SCALED_FIELD_NUMBER: _builtins.int
     RETURNED_FIELD_NUMBER: _builtins.int
+    NORM_BOUND_FIELD_NUMBER: _builtins.int
     LEFT_OUT_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     evaluates: _builtins.bool
@@ -808,6 +811,8 @@ class Round(_message.Message):
     """Updates above the norm bound, which were scaled or left out."""
     returned: _builtins.str
     """"" or why the run returned to its last good state instead of reducing the round."""
+    norm_bound: _builtins.float
+    """Norm bound of a masked round, if it follows the updates."""
     left_out: _builtins.str
     """Of a round that was masked in groups: which ones are not in the next state, and why."""
     @_builtins.property
@@ -836,11 +841,12 @@ class Round(_message.Message):
         given_up: _builtins.str = ...,
         scaled: _builtins.int = ...,
         returned: _builtins.str = ...,
+        norm_bound: _builtins.float = ...,
         left_out: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "before", b"before"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "asked", b"asked", "before", b"before", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "closed_s", b"closed_s", "counted", b"counted", "evaluates", b"evaluates", "given_up", b"given_up", "late", b"late", "left_out", b"left_out", "loss", b"loss", "lost", b"lost", "number", b"number", "opened_s", b"opened_s", "refused", b"refused", "returned", b"returned", "scaled", b"scaled"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "asked", b"asked", "before", b"before", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "closed_s", b"closed_s", "counted", b"counted", "evaluates", b"evaluates", "given_up", b"given_up", "late", b"late", "left_out", b"left_out", "loss", b"loss", "lost", b"lost", "norm_bound", b"norm_bound", "number", b"number", "opened_s", b"opened_s", "refused", b"refused", "returned", b"returned", "scaled", b"scaled"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1435,6 +1441,7 @@ class MaskingEncoding(_message.Message):
     BITS_FIELD_NUMBER: _builtins.int
     CAP_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    BIT_SHARE_FIELD_NUMBER: _builtins.int
     norm: _builtins.float
     """Largest Euclidean norms of the changes; longer ones are scaled."""
     buffer_norm: _builtins.float
@@ -1444,6 +1451,8 @@ class MaskingEncoding(_message.Message):
     """Examples that count at most."""
     seed: _builtins.int
     """Of the public rotation."""
+    bit_share: _builtins.float
+    """The device also says, for each norm, whether its change was at most this share of it; 0: not."""
     def __init__(
         self,
         *,
@@ -1452,10 +1461,11 @@ class MaskingEncoding(_message.Message):
         bits: _builtins.int = ...,
         cap: _builtins.int = ...,
         seed: _builtins.int = ...,
+        bit_share: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bits", b"bits", "buffer_norm", b"buffer_norm", "cap", b"cap", "norm", b"norm", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bit_share", b"bit_share", "bits", b"bits", "buffer_norm", b"buffer_norm", "cap", b"cap", "norm", b"norm", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1869,6 +1879,7 @@ class NoiseTerms(_message.Message):
     DELTA_FIELD_NUMBER: _builtins.int
     OWN_STD_FIELD_NUMBER: _builtins.int
     CLIP_BIT_FIELD_NUMBER: _builtins.int
+    OWN_BIT_STD_FIELD_NUMBER: _builtins.int
     clip: _builtins.float
     multiplier: _builtins.float
     separation: _builtins.int
@@ -1878,6 +1889,8 @@ class NoiseTerms(_message.Message):
     """Of the device's own noise, in units of the encoded integers; 0: the cloud adds the noise."""
     clip_bit: _builtins.bool
     """Whether the device also says if its update was below `clip`."""
+    own_bit_std: _builtins.float
+    """Of its noise in that bit, if the update is masked."""
     def __init__(
         self,
         *,
@@ -1888,10 +1901,11 @@ class NoiseTerms(_message.Message):
         delta: _builtins.float = ...,
         own_std: _builtins.float = ...,
         clip_bit: _builtins.bool = ...,
+        own_bit_std: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clip", b"clip", "clip_bit", b"clip_bit", "delta", b"delta", "most_uses", b"most_uses", "multiplier", b"multiplier", "own_std", b"own_std", "separation", b"separation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clip", b"clip", "clip_bit", b"clip_bit", "delta", b"delta", "most_uses", b"most_uses", "multiplier", b"multiplier", "own_bit_std", b"own_bit_std", "own_std", b"own_std", "separation", b"separation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

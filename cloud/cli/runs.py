@@ -122,9 +122,10 @@ def round_row(round_: Round, metric: Metric = ACCURACY) -> tuple[str, ...]:
 
 
 def noted(round_: Round) -> str:
-    """Return "2 updates above the norm bound", which groups were left out, or nothing."""
+    """Return "2 updates above the norm bound", what is said of a masked round, or nothing."""
     if not round_.scaled:
-        return f"left out: {round_.left_out}" if round_.left_out else ""
+        bound = f"norm bound {round_.norm_bound:.3g}" if round_.norm_bound else ""
+        return f"left out: {round_.left_out}" if round_.left_out else bound
     return f"{round_.scaled} update{'s' if round_.scaled > 1 else ''} above the norm bound"
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 import sqlalchemy as sa
 
 from triplane.cloud.federation.coding import from_json, to_json
-from triplane.cloud.federation.masked_spec import fewest_devices
+from triplane.cloud.federation.masked_spec import fewest_devices, first_norm, follows_updates
 from triplane.cloud.federation.private_runs import privacy_of
 from triplane.cloud.federation.run_projection import RunProjection, follow
 from triplane.cloud.federation.spec import count_of, least_updates
@@ -312,7 +312,7 @@ def plan_of(spec: pb.Spec) -> RunPlan:
         needs_scores=not spec.flower.app,
         returns=spec.robustness.returns,
         budget=budget,
-        clip=0.0 if privacy is None else privacy.clip,
+        clip=first_norm(spec) if follows_updates(spec) else privacy.clip if privacy else 0.0,
         least=fewest_devices(spec.masking),
         phase_s=spec.masking.phase_s or PHASE_S,
     )

@@ -53,12 +53,13 @@ class GivenAnswer:
 class CohortMean:
     """The weighted mean of the `devices` of a cohort or group, a vector for each section.
 
-    weight: of all of them.
+    weight: of all of them. bits: for each section the sum of their bits, +1 or -1; empty without.
     """
 
     sections: tuple[Floats, ...]
     weight: int
     devices: int
+    bits: tuple[int, ...] = ()
 
 
 class _AdvertisedKeys:
@@ -271,7 +272,9 @@ class MaskedCohort:
 
     def _unmasked(self, cloud: MaskingCloud) -> CohortMean:
         sums, devices = cloud.sum(), len(cloud.contributors)
-        means, weight = self._encoding.decode(sums, devices, cohort=len(cloud.session))
+        cohort = len(cloud.session)
+        means, weight = self._encoding.decode(sums, devices, cohort=cohort)
+        bits = self._encoding.sums_of_bits(sums, devices, cohort=cohort)
         for section, norm, mean in zip(self._encoding.sections, self._norms, means, strict=True):
             # No device can be asked alone, so the mean is held to what honest devices can reach.
             # By its weight: one device that takes from the masked sum of weights what the others
@@ -287,4 +290,4 @@ class MaskedCohort:
                     f"at most {norm:g} each cannot exceed {most:.4g}, so a device lied, and the "
                     "state is kept"
                 )
-        return CohortMean(means, weight, devices)
+        return CohortMean(means, weight, devices, bits)

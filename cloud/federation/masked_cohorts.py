@@ -18,7 +18,8 @@ import numpy as np
 from triplane.cloud.federation.journal import RunRecord
 from triplane.cloud.federation.live import MakeEvent
 from triplane.cloud.federation.masked_cohort import CohortMean, GivenAnswer, MaskedCohort
-from triplane.cloud.federation.masked_spec import RoundEncoding, round_encoding
+from triplane.cloud.federation.masked_encoding import RoundEncoding, norms_at, round_encoding
+from triplane.cloud.federation.masked_spec import follows_updates
 from triplane.cloud.federation.run_projection import RunProjection, Turn, turn_of
 from triplane.cloud.federation.spec import fewest_left
 from triplane.cloud.federation.update_store import UpdateStore, printable
@@ -225,6 +226,7 @@ class MaskedCohorts:
             buffers=buffers,
             cap=_cap(record, round_.masked.cap),
             seed=_seed(state),
+            norms=norms_at(state) if follows_updates(spec) else None,
         )
         masking = spec.masking
         terms = MaskingTerms(
@@ -238,10 +240,10 @@ class MaskedCohorts:
             lost_share=masking.lost_share,
             colluding_share=masking.colluding_share,
             failure=masking.failure,
+            encoding=wire.encoding_digest(encoding.message),
         )
         message = pb.MaskingStep(terms=wire.terms_message(terms), encoding=encoding.message)
-        norms = (encoding.message.norm,) * len(encoding.parsed.sections)
-        return RoundTerms(terms, encoding, norms, message)
+        return RoundTerms(terms, encoding, encoding.norms, message)
 
     def _like(self, record: RunRecord) -> Like:
         if record.id not in self._likes:

@@ -1,4 +1,4 @@
-"""What a masked run demands of its `Spec`, the defaults of `MaskedRounds`, and its encoding."""
+"""What a masked run demands of its `Spec`, and the defaults of `MaskedRounds`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import InvalidInput
 from triplane.proto.messages import message_from
 from triplane.unified_ir.federated.core import defaults
+from triplane.unified_ir.federated.core.limits import (
+    ADAPTIVE,
+    OFF,
+    check_no_start,
+    first_bound,
+    is_adaptive,
+)
 from triplane.unified_ir.federated.core.masked_step import PHASE_S
 
 if TYPE_CHECKING:
-    from triplane.unified_ir.federated.masking.encoding import UpdateEncoding
     from triplane.unified_ir.federated.masking.parameters import MaskingParameters
-    from triplane.unified_ir.federated.privacy.distributed import DistributedNoise
 
 MAX_MASKED_COHORT: Final = 1000
 """Largest number of devices in a masked round: the list of their keys is one message of 0.3 MB, and
@@ -120,40 +125,18 @@ def least_and_honest(spec: pb.Spec) -> tuple[int, int] | None:
     return min(x.least for x in chosen), min(x.least - x.colluding for x in chosen)
 
 
-@dataclass(frozen=True, slots=True)
-class RoundEncoding:
-    """How the devices of a round encode their updates. noise: of each device, or None."""
-
-    message: pb.MaskingEncoding
-    parsed: UpdateEncoding
-    noise: DistributedNoise | None
-
-    @property
-    def own_std(self) -> float:
-        """Deviation of each device's noise, in steps; 0 without."""
-        return 0.0 if self.noise is None else float(self.noise.variance**0.5)
+def follows_updates(spec: pb.Spec) -> bool:
+    """Return whether the norm bound of a masked run follows the updates, by their bits."""
+    return spec.HasField("masking") and is_adaptive(spec.robustness.norm_bound)
 
 
-def round_encoding(
-    spec: pb.Spec, *, parameters: int, buffers: int, cap: int, seed: int
-) -> RoundEncoding:
-    """Return the encoding of updates with so many entries. InvalidInput: the noise does not fit."""
-    from triplane.unified_ir.federated.masking import wire
-    from triplane.unified_ir.federated.masking.encoding import LEVEL_BITS
-    from triplane.unified_ir.federated.masking.noise import noise_for
+def first_norm(spec: pb.Spec) -> float:
+    """Return the norm bound of the first round of a masked run whose defaults are filled in."""
+    from triplane.unified_ir.federated.masking.adaptive import START
 
-    norm = float(spec.robustness.norm_bound)
-    message = pb.MaskingEncoding(
-        norm=norm, buffer_norm=norm, bits=LEVEL_BITS, cap=cap, seed=seed
-    )  # fmt: skip
-    parsed, counts = wire.encoding_of(message, parameters, buffers), least_and_honest(spec)
-    if not spec.HasField("noise") or counts is None:
-        return RoundEncoding(message, parsed, None)
-    noise = noise_for(parsed.sections[0], norm, spec.noise.multiplier, counts[1])
-    parsed = wire.encoding_of(
-        message, parameters, buffers, variance=noise.variance, least=spec.masking.least
-    )
-    return RoundEncoding(message, parsed, noise)
+    if spec.HasField("noise"):
+        return spec.noise.clip
+    return first_bound(spec.robustness.norm_bound, START)
 
 
 def _parameters(masking: pb.MaskedRounds, cohort: int) -> list[MaskingParameters]:
@@ -205,19 +188,23 @@ def _check_losses(masking: pb.MaskedRounds, devices: int) -> None:
             )
 
 
-def check_norm_bound(spec: pb.Spec) -> None:
-    """Raise InvalidInput unless a masked run has a number that bounds the norm of updates."""
-    if not spec.HasField("masking"):
-        return
+def fill_norm_bound(spec: pb.Spec) -> None:
+    """Fill in where a bound begins that follows masked updates; everything else is filled in.
+
+    InvalidInput: a masked run has no bound, or one out of range; only a masked one has a start.
+    """
     text = spec.robustness.norm_bound
-    try:
-        bound = float(text)
-    except ValueError:
-        bound = 0.0
+    if not spec.HasField("masking"):
+        check_no_start(text)
+        return
+    from triplane.unified_ir.federated.masking.adaptive import START
+
+    bound = 0.0 if text == OFF else first_bound(text, START)
     if not LEAST_NORM <= bound <= MOST_NORM:
         raise InvalidInput(
-            f"a masked run needs a norm bound from {LEAST_NORM:g} to {MOST_NORM:g}, got "
-            f"{text[:40]!r}: the cloud sees no single update, so it cannot follow their "
-            "norms. Set --norm-bound to a number; triplane federate simulate --norm-bound says how "
-            "many updates a bound scales on data like that of the devices"
+            f"a masked run needs a norm bound from {LEAST_NORM:g} to {MOST_NORM:g}, because its "
+            f"updates are integers in a range; got {text[:40]!r}. Set --norm-bound to a number, or "
+            "leave it out, and it follows the updates"
         )
+    if text == ADAPTIVE and not spec.HasField("noise"):
+        spec.robustness.norm_bound = f"{ADAPTIVE}:{START:g}"

@@ -41,7 +41,8 @@ class TaskFiles:
 
     inline: the state's bytes, if they are sent with the task. inline_bytes: largest update, in
     bytes, that the device may send within its contribution. masking: the step of a masked round.
-    own_std: deviation of the noise that the device adds to its masked integers, 0 for none.
+    own_std: deviation of the noise that the device adds to its masked integers, 0 for none;
+    own_bit_std: of that in its clipping bit.
     """
 
     plan: pb.Blob
@@ -51,6 +52,7 @@ class TaskFiles:
     inline_bytes: int = 0
     masking: pb.MaskingStep | None = None
     own_std: float = 0.0
+    own_bit_std: float = 0.0
 
 
 def run_message(
@@ -203,7 +205,8 @@ def task_message(
         task.evaluate.CopyFrom(pb.Evaluate(steps=spec.hyperparameters.inner_steps))
     else:
         task.learn.CopyFrom(pb.Learn(compression=spec.compression, keep=spec.keep))
-        if (terms := noise_terms(spec, state, files.own_std)) is not None:
+        terms = noise_terms(spec, state, files.own_std, files.own_bit_std)
+        if terms is not None:
             task.noise.CopyFrom(terms)
         is_clear = not (spec.HasField("flower") or spec.HasField("masking"))
         task.takes_vector = is_clear and not spec.compression

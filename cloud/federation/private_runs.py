@@ -125,10 +125,13 @@ def check_tensors(spec: pb.Spec, state: Mapping[str, Array], frozen: Collection[
         check_release(privacy, state, frozen, spec.cohort.devices)
 
 
-def noise_terms(spec: pb.Spec, state: RunState, own_std: float) -> pb.NoiseTerms | None:
+def noise_terms(
+    spec: pb.Spec, state: RunState, own_std: float, own_bit_std: float
+) -> pb.NoiseTerms | None:
     """Return what a device does with its update, and what the round costs it; None for nothing.
 
-    own_std: deviation of the noise that it adds to its integers, 0 for none.
+    own_std: deviation of the noise that it adds to its integers, 0 for none. own_bit_std: of that
+    in its clipping bit.
     """
     privacy = privacy_of(spec)
     if privacy is None:
@@ -140,6 +143,7 @@ def noise_terms(spec: pb.Spec, state: RunState, own_std: float) -> pb.NoiseTerms
         most_uses=privacy.most_uses,
         delta=privacy.delta,
         own_std=own_std,
+        own_bit_std=own_bit_std,
         clip_bit=bool(privacy.quantile),
     )
 

@@ -26,7 +26,7 @@ from triplane.cloud.federation.children import Children, Planned
 from triplane.cloud.federation.journal import Prepared, RunRecord, references
 from triplane.cloud.federation.live import MakeEvent, Write
 from triplane.cloud.federation.masked_cohorts import MaskedCohorts
-from triplane.cloud.federation.masked_spec import round_encoding
+from triplane.cloud.federation.masked_encoding import next_norms, round_encoding
 from triplane.cloud.federation.noise_store import NoiseStore
 from triplane.cloud.federation.private_runs import (
     check_rows,
@@ -199,8 +199,9 @@ class Results:
 
         left_out = tuple(order.leases[at].device for at in done.left_out)
         return reduced_event(
-            order, state, done.scaled, charged=charged, clip=done.clip, left_out=left_out
-        ), write
+            order, state, done.scaled, charged=charged, clip=done.clip,
+            buffer_clip=done.buffer_clip, left_out=left_out,
+        ), write  # fmt: skip
 
     def _reduce(
         self,
@@ -244,10 +245,12 @@ class Results:
         assert prepared is not None
         assert at_hand is not None
         limits, like = robustness_of(spec), like_of(state)
+        own, norms = frozenset(buffers(prepared.roles)), (0.0, 0.0)
         row, hyper = algorithm(spec.algorithm), hyper_of(spec)
         if at_hand.masked is not None:
             # Devices kept the limits, and the sum was held to them when it was unmasked.
             means = self._masked.means(record, before)
+            norms = next_norms(spec, before, [mean for _, mean in means], state, own)
             if before.budget is not None:
                 means = [
                     (published_change(spec, change, mean.devices, prepared.frozen), mean)
@@ -262,15 +265,16 @@ class Results:
                 self.noise, spec, before, state, slots, updates, leases=order.leases,
                 frozen=prepared.frozen, server=row.server, hyper=hyper,
             )  # fmt: skip
-        return reduce_round(
+        done = reduce_round(
             state, slots, updates, robustness=limits,
             draws=Draws(spec.seed, order.number, "", "buckets"),
             weighting=prepared.weighting, server=row.server, hyper=hyper,
-            buffers=frozenset(buffers(prepared.roles)),
+            buffers=own,
             shares=row.shares(
                 hyper, like, updates=len(order.leases), members=at_hand.population
             ),
         )  # fmt: skip
+        return replace(done, clip=norms[0], buffer_clip=norms[1])
 
     def _round_updates(self, record: RunRecord, order: Reduce, like: Like) -> list[RoundUpdate]:
         def opened(lease: Lease) -> dict[str, Array]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
-from triplane.cloud.federation.masked_spec import FewestLeft, check_norm_bound, fill_masking
+from triplane.cloud.federation.masked_spec import FewestLeft, fill_masking, fill_norm_bound
 from triplane.cloud.federation.private_runs import check_rows, fill_noise
 from triplane.cloud.registry.names import Reference, check_alias, check_name
 from triplane.proto import federation_pb2 as pb
@@ -61,7 +61,7 @@ def with_defaults(asked: pb.Spec) -> pb.Spec:
     fill_masking(spec, quorum=least_updates(spec.cohort.devices, spec.cohort.quorum))
     if spec.HasField("noise") or spec.HasField("masking"):
         check_rows(spec, robustness_of(spec))
-        check_norm_bound(spec)
+    fill_norm_bound(spec)
     if spec.alias:
         check_alias(spec.alias)
     return spec

@@ -112,16 +112,18 @@ class WorkDocuments:
         data = self._small_state(run, base) if inline and learns and not spec.flower.app else b""
         if data:
             self.bytes_down(run).setdefault(name, len(data))
-        own_std = 0.0
+        own_std = own_bit_std = 0.0
         if masking is not None:
             self._count_step(run, name, masking)
-            own_std = self._masked.terms(run.record, state).encoding.own_std
+            encoding = self._masked.terms(run.record, state).encoding
+            own_std, own_bit_std = encoding.own_std, encoding.own_bit_std
         return messages.TaskFiles(
             self._blob(prepared.plan),
             self._blob(base),
             self._blob(asked) if asked else None,
             masking=masking,
             own_std=own_std,
+            own_bit_std=own_bit_std,
             inline=data,
             inline_bytes=0 if spec.HasField("flower") else INLINE_BYTES,
         )

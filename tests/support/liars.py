@@ -68,17 +68,19 @@ def taking_the_bound_of_sums():
 
     Nobody sees what one device adds, and it may add any integers. The cloud refuses a mean that is
     longer than those of honest devices can be, so this is the most that a liar gets who knows the
-    changes of the others. The direction is that of the liars' own changes.
+    changes of the others. The direction is that of the liars' own changes. Where the bound follows
+    bits, they make all of the sum's long, which raises it.
     """
-    honest_mean = MaskedSum.mean
+    honest = MaskedSum.mean_and_bits
 
-    def mean(self, updates):
+    def mean_and_bits(self, updates):
         liars = [(1, change) for _, change in updates if l2_norm(change) > UNCLIPPED]
-        result = honest_mean(self, liars or updates)
+        result, bits = honest(self, liars or updates)
         longer = self.norm / l2_norm(result) if liars else 1.0
-        return {name: x * longer for name, x in result.items()}
+        lies = tuple(-len(updates) for _ in bits) if liars else bits
+        return {name: x * longer for name, x in result.items()}, lies
 
-    with mock.patch.object(MaskedSum, "mean", mean):
+    with mock.patch.object(MaskedSum, "mean_and_bits", mean_and_bits):
         yield
 
 

@@ -39,6 +39,7 @@ class MaskedRound:
     ):
         self.encoding = pb.MaskingEncoding(**{**ENCODING, **dict(encoding)})
         self.codec = wire.encoding_of(self.encoding, parameters, buffers)
+        digest = wire.encoding_digest(self.encoding)
         message = pb.MaskingTerms(
             **{
                 "attempt": 0, "least": 3, "lost_share": 0.3, "colluding_share": 0.0,
@@ -47,7 +48,7 @@ class MaskedRound:
             fields=[pb.MaskedField(entries=f.entries, bits=f.bits) for f in self.codec.fields],
         )  # fmt: skip
         self.message = message
-        self.terms = wire.terms_of(message, run=run, round_=round_, base=state)
+        self.terms = wire.terms_of(message, run=run, round_=round_, base=state, encoding=digest)
         self.verifier = ListedKeys()
         self.cloud = MaskingCloud(self.terms, verifier=self.verifier)
         self.simulated = [self._device(number) for number in range(simulated)]
@@ -72,7 +73,7 @@ class MaskedRound:
 
     def zeros(self):
         update = [np.zeros(size, np.float32) for size in self.sizes if size]
-        return self.codec.encode(update, 1)
+        return self.codec.encode(update, 1, [True] * len(update))
 
     def position(self, device):
         return self.cloud.session.devices.index(device)

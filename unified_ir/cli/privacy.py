@@ -101,7 +101,8 @@ def privacy_options() -> list[click.Parameter]:
         ),
         click.Option(
             ["--clip-quantile"], metavar="SHARE", type=click.FloatRange(0.01, 0.99),
-            help="Let the norm follow this quantile of the changes' norms.  [default: it is fixed]",
+            help="Let the norm follow this quantile of the changes' norms, by bits that get noise "
+            "and are charged.  [default: it is fixed]",
         ),
         click.Option(
             ["--separation"], metavar="N", type=click.IntRange(1, central.MAX_BANDS),
@@ -186,20 +187,25 @@ def study_privacy(options: Mapping[str, Any]) -> DifferentialPrivacy | None:
 
 def study_masking(options: Mapping[str, Any]) -> MaskedStudy | None:
     """Return the masking of a study; InvalidInput: it has no norm that bounds its integers."""
+    from triplane.unified_ir.federated.core.limits import ADAPTIVE, OFF, first_bound, is_adaptive
+    from triplane.unified_ir.federated.masking.adaptive import START
     from triplane.unified_ir.federated.privacy.settings import CLIP
     from triplane.unified_ir.federated.study.masked_sums import MaskedStudy
 
     asked, noise, limits = options[MASKING], options[NOISE], options[LIMITS]
     if asked is None:
         return None
-    norm = limits.get("norm_bound", "") if noise is None else noise.get("clip", CLIP)
-    if norm in {"", "adaptive", "off"}:
+    bound = limits.get("norm_bound", ADAPTIVE)
+    if bound == OFF:
         raise InvalidInput(
-            "masked updates are integers in a fixed range, so --mask needs --norm-bound NUMBER, "
-            "about three times the usual norm of a change, or --clip with noise"
+            "masked updates are integers in a range that follows from their norm, so --mask needs "
+            "a bound; set --norm-bound to a number, or leave it out"
         )
+    norm, follows = first_bound(bound, START), is_adaptive(bound)
+    if noise is not None:
+        norm, follows = noise.get("clip", CLIP), "clip_quantile" in noise
     cap = limits.get("max_examples", MASKED_CAP)
-    return MaskedStudy(norm=float(norm), cap=cap, **asked)
+    return MaskedStudy(norm=norm, follows=follows, cap=cap, **asked)
 
 
 def study_facts(options: dict[str, Any]) -> dict[str, Any]:

@@ -145,8 +145,13 @@ def test_a_masked_study_prints_what_masking_relies_on(model):
     assert said.exit_code == 0, said.output
     assert "masking for 9 devices" in said.stderr
     assert "it encrypts nothing" in said.stderr
-    refused = simulated(model, "--mask")
-    assert "--mask needs --norm-bound NUMBER" in str(refused.exception)
+    for more in ((), ("--norm-bound", "adaptive:2")):
+        follows = simulated(model, "--mask", *more)
+        assert follows.exit_code == 0, follows.output
+    refused = simulated(model, "--mask", "--norm-bound", "off")
+    assert "so --mask needs a bound" in str(refused.exception)
+    refused = simulated(model, "--norm-bound", "adaptive:2")
+    assert "which only masked rounds need" in str(refused.exception)
 
 
 @pytest.mark.long

@@ -31,6 +31,7 @@ ENTRIES, NORM, CAP = 40, 1.0, 8
 NAMES = ("ann", "bob", "cem", "dia", "eli")
 MANY = tuple(f"dev{number:02}" for number in range(12))
 ENCODING = UpdateEncoding((EncodedSection(ENTRIES, range_for(NORM, ENTRIES)),), cap=CAP, seed=3)
+WITH_BITS = replace(ENCODING, has_bits=True)
 TERMS = MaskingTerms(
     run="r1", base=bytes(32), round=1, attempt=0, fields=ENCODING.fields, least=3,
     lost_share=0.2, colluding_share=0.0,
@@ -48,9 +49,10 @@ def update(number):
 class Play:
     """Honest devices and the cloud's cohort, step by step. answers: of each step, by device."""
 
-    def __init__(self, names=NAMES, terms=TERMS, fewest=None):
-        self.names = names
-        self.cohort = MaskedCohort(terms, ENCODING, (NORM,), fewest=fewest)
+    def __init__(self, names=NAMES, terms=TERMS, fewest=None, encoding=ENCODING, bits=()):
+        self.names, self.encoding, self.bits = names, encoding, dict(bits)
+        terms = replace(terms, fields=encoding.fields)
+        self.cohort = MaskedCohort(terms, encoding, (NORM,), fewest=fewest)
         self.devices = {
             name: MaskingDevice(
                 terms, wire.pseudonym(KEYS[name]), signer=EcdsaSigner(identity_key(i)),
@@ -72,8 +74,10 @@ class Play:
             cohort, _ = wire.cohort_of(asks.share)
             message.shares.CopyFrom(wire.shares_message(device.share(cohort)))
         elif step is MaskedStep.INPUTS:
-            number = self.names.index(name)
-            vectors = ENCODING.encode([update(number)], number + 3)
+            at = self.names.index(name)
+            vectors = self.encoding.encode([update(at)], at + 3, [at % 2 == 0])
+            if name in self.bits:
+                vectors = (*vectors[:-1], np.array([self.bits[name]], np.uint64))
             masked = device.mask(wire.delivery_of(asks.mask), vectors)
             message.input.CopyFrom(wire.input_message(masked))
             data = masked.data
@@ -110,6 +114,21 @@ def test_the_mean_is_that_of_the_updates_and_of_the_same_answers_again():
     assert again.means[0].sections[0].tobytes() == mean.sections[0].tobytes()
 
 
+def test_the_sum_of_bits_comes_with_the_mean(monkeypatch):
+    play = Play(encoding=WITH_BITS).through(MaskedStep.REVEALS)
+    assert play.cohort.take(MaskedStep.REVEALS, play.honest(MaskedStep.REVEALS)) == ({}, "")
+    assert play.cohort.means[0].bits == (3 - 2,)
+    # A device may send any bits; what no honest devices can have ends the round.
+    monkeypatch.setattr(integers, "_check_vector", lambda *_: None)
+    for lie, bits in ((2 * 3, (3 - 2 + 4,)), (3, None), (2 * 5, None), (31, None)):
+        play = Play(encoding=WITH_BITS, bits={"ann": lie}).through(MaskedStep.REVEALS)
+        _, failure = play.cohort.take(MaskedStep.REVEALS, play.honest(MaskedStep.REVEALS))
+        if bits is None:
+            assert "so a device lied" in failure
+        else:
+            assert (play.cohort.means[0].bits, failure) == (bits, "")
+
+
 @pytest.mark.parametrize("step", STEPS)
 @given(st.binary(max_size=200), st.integers(0, 3), st.integers(0, 1 << 30))
 def test_any_answer_of_one_device_is_refused_or_taken_and_the_round_goes_on(step, data, how, at):
@@ -128,7 +147,7 @@ def test_a_device_that_takes_weight_from_the_others_does_not_lengthen_the_mean(m
     play, encode = Play().through(MaskedStep.INPUTS), ENCODING.encode
     others, width = sum(range(4, 8)), TERMS.fields[-1].width(len(NAMES))
 
-    def lying(_encoding, _sections, examples):
+    def lying(_encoding, _sections, examples, _is_short):
         *vectors, weight = encode([update(0)], examples)
         taken = (len(NAMES) - others) % (1 << width)
         return [*vectors, np.array([taken if examples == 3 else weight[0]], np.uint64)]
@@ -301,7 +320,7 @@ def test_garbage_spoils_the_group_of_the_device_that_sent_it(monkeypatch):
     play, encode = Groups(), UpdateEncoding.encode
     liar = MANY[5]
 
-    def lying(encoding, sections, examples):
+    def lying(encoding, sections, examples, _is_short):
         levels, weight = encode(encoding, sections, examples)
         return [levels * 0 + 255 if examples == 5 + 3 else levels, weight]
 

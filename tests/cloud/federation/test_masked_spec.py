@@ -4,15 +4,18 @@ import pytest
 from tests.cloud.federation.given import spec
 
 from triplane.cloud.federation.journal import plan_of
+from triplane.cloud.federation.masked_encoding import round_encoding
 from triplane.cloud.federation.masked_spec import (
     MAX_MASKED_COHORT,
     FewestLeft,
+    follows_updates,
     least_and_honest,
     masking_text,
 )
 from triplane.cloud.federation.spec import fewest_left, fewest_updates, with_defaults
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.masking.fields import MaskedField
 
 
 def masked(devices=3, *, masking=None, robustness=None, quorum=0.8, **fields):
@@ -48,6 +51,38 @@ def test_three_devices_of_three_are_masked_without_losses_or_colluders():
     assert "each step after learning takes at most 30 s" in masking_text(filled)
 
 
+@pytest.mark.parametrize(
+    ("norm_bound", "filled", "first"),
+    [("", "adaptive:4", 4.0), ("adaptive", "adaptive:4", 4.0), ("adaptive:0.25", None, 0.25)],
+)
+def test_the_bound_of_a_masked_run_follows_the_updates_from_its_start(norm_bound, filled, first):
+    made = with_defaults(masked(robustness={"norm_bound": norm_bound}))
+    assert made.robustness.norm_bound == filled or norm_bound
+    assert follows_updates(made)
+    assert plan_of(made).clip == first
+    assert with_defaults(made) == made
+    encoding = round_encoding(made, parameters=50, buffers=3, cap=4, seed=1)
+    assert (encoding.message.norm, encoding.message.bit_share) == (first, 0.5)
+    assert encoding.parsed.fields[-1] == MaskedField(2, 2)
+
+
+def test_a_fixed_bound_of_a_masked_run_is_stored_as_before_and_asks_for_no_bits():
+    made = with_defaults(masked(robustness={"norm_bound": "2"}))
+    assert not follows_updates(made)
+    assert plan_of(made).clip == 0
+    encoding = round_encoding(made, parameters=50, buffers=3, cap=4, seed=1)
+    assert (
+        encoding.message.SerializeToString()
+        == pb.MaskingEncoding(norm=2.0, buffer_norm=2.0, bits=8, cap=4, seed=1).SerializeToString()
+    )
+    assert len(encoding.parsed.fields) == 3
+
+
+def test_a_start_is_refused_where_updates_are_in_the_clear():
+    with pytest.raises(InvalidInput, match="'adaptive:2' has a start, which only masked rounds"):
+        with_defaults(spec(robustness=pb.Robustness(norm_bound="adaptive:2")))
+
+
 def test_a_run_in_the_clear_has_no_fields_of_masking():
     filled = with_defaults(spec())
     assert not filled.HasField("masking")
@@ -81,9 +116,11 @@ def test_a_run_in_the_clear_has_no_fields_of_masking():
         ),
         ({"masking": pb.MaskedRounds(phase_s=-1)}, "phase_s is above 0"),
         ({"masking": pb.MaskedRounds(phase_s=float("nan"))}, "phase_s is above 0"),
-        ({"robustness": {"norm_bound": ""}}, "needs a norm bound .*got 'adaptive'"),
         ({"robustness": {"norm_bound": "off"}}, "needs a norm bound .*got 'off'"),
         ({"robustness": {"norm_bound": "1e30"}}, "from 1e-06 to 1e"),
+        ({"robustness": {"norm_bound": "adaptive:1e30"}}, "from 1e-06 to 1e"),
+        ({"robustness": {"norm_bound": "adaptive:0"}}, "got 'adaptive:0'; in masked rounds also"),
+        ({"robustness": {"norm_bound": "adaptive:off"}}, "in masked rounds also"),
         ({"robustness": {"returns": 1}}, "does not return to an earlier state"),
         ({"devices": 5, "robustness": {"aggregator": "median"}}, "'median' does not compose"),
         (

@@ -10,7 +10,9 @@ from tests.support.liars import LyingServer, scaled, taking_the_bound_of_sums
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.algorithms.aggregators import Robustness
 from triplane.unified_ir.federated.core.draws import Draws
+from triplane.unified_ir.federated.masking.adaptive import next_bound
 from triplane.unified_ir.federated.masking.groups import groups_of
+from triplane.unified_ir.federated.masking.noise import joint_multiplier
 from triplane.unified_ir.federated.privacy.settings import DifferentialPrivacy
 from triplane.unified_ir.federated.study import simulate
 from triplane.unified_ir.federated.study.checkpoint import identity
@@ -177,6 +179,63 @@ def test_a_study_with_noise_of_devices_is_accounted():
     assert spent.epsilon == pytest.approx(20.0, rel=1e-3)
 
 
+def test_the_bound_of_a_masked_study_follows_twice_the_median_of_the_norms():
+    """Measured: changes of known norms, through encoding, sum and rule."""
+    masking = replace(MASKING, norm=40.0, follows=True, cap=1)
+    updates = [(1, c) for scale in (0.8, 1.0, 1.3) for c in changes(3, norm=scale)]
+    bounds = [masking.norm]
+    for _ in range(30):
+        sums = masked_sum(
+            updates[0][1], replace(masking, norm=bounds[-1]), devices=9, seed=1, privacy=None
+        )
+        mean, bits = sums.mean_and_bits(updates)
+        bounds.append(
+            next_bound(bounds[-1], bits[0], 9, devices=9, privacy=None, most=masking.norm)
+        )
+    assert bounds[1] == pytest.approx(40 * np.exp(-0.5))
+    assert all(1.5 < x < 2.7 for x in bounds[10:])
+    expected = sum(flat(c) for _, c in updates) / 9
+    assert np.linalg.norm(flat(mean) - expected) < sums.encoding.sections[0].error_bound(9) / 9
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("start", [0.01, 5.0])
+def test_a_masked_study_whose_bound_follows_ends_near_the_plain_one(start, tmp_path):
+    made = given.study(rounds=12, robustness=Robustness(norm_bound="off", returns=0))
+    masking = replace(MASKING, norm=start, follows=True)
+    plain = simulate(given.module(), given.shards(), made)
+    folders = tmp_path / "one", tmp_path / "two"
+    study = replace(made, masking=masking)
+    masked = simulate(given.module(), given.shards(), study, folder=folders[0])
+    for name, x in plain.state.items():
+        assert np.allclose(masked.state[name], x, atol=0.3), name
+    # The bound is kept with the progress, and a study with a fixed one is as before.
+    simulate(given.module(), given.shards(), replace(study, rounds=4), folder=folders[1])
+    resumed = simulate(given.module(), given.shards(), study, folder=folders[1])
+    assert len(resumed.rounds) == 12
+    facts = identity("plan", replace(made, masking=MASKING), given.shards(), {})
+    assert "follows" not in facts["masking"]
+    assert '"follows": true' in identity("plan", study, given.shards(), {})["masking"]
+
+
+@pytest.mark.long
+def test_a_study_with_noise_and_a_quantile_is_accounted_and_its_norm_follows():
+    privacy = replace(OWN, quantile=0.5, clip=0.5)
+    made = given.study(privacy=privacy, masking=replace(MASKING, norm=0.5))
+    trial = simulate(given.module(), given.shards(6), made)
+    assert given.there(trial.privacy).epsilon == pytest.approx(20.0, rel=1e-3)
+    change = changes(1)[0]
+    resolved = privacy.resolved(4)
+    masking = replace(MASKING, norm=0.5, cap=1, follows=True)
+    sums = masked_sum(change, masking, devices=6, seed=1, privacy=resolved)
+    assert sums.bit_noise is not None
+    assert sums.noise is not None
+    assert joint_multiplier(sums.noise, sums.bit_noise) >= resolved.multiplier
+    _, (bits,) = sums.mean_and_bits([(1, change)] * 6)
+    deviation = np.sqrt(6 * sums.bit_noise.variance)
+    assert abs(bits + 6) < 6 * deviation
+
+
 @pytest.mark.long
 def test_groups_compose_with_noise_of_devices_and_leave_frozen_tensors_alone():
     made = given.study(privacy=OWN, masking=GROUPED, robustness=MEDIAN, rounds=2)
@@ -196,8 +255,7 @@ def test_groups_compose_with_noise_of_devices_and_leave_frozen_tensors_alone():
          "does not compose with 'noise-"),
         ({"masking": MASKING, "privacy": DifferentialPrivacy(epsilon=5.0)},
          "'noise-central' does not compose with 'mask': the cloud cannot clip"),
-        ({"masking": MASKING, "privacy": replace(OWN, quantile=0.5)},
-         "'clip-adaptive' does not compose with 'mask': the range of masked integers"),
+        ({"robustness": Robustness(norm_bound="adaptive:3")}, "which only masked rounds need"),
         ({"masking": MASKING, "algorithm": "scaffold"}, "8 bits are too few"),
         ({"masking": replace(MASKING, least=9)}, "got least cohort 9 and 3 devices"),
         ({"masking": MASKING, "robustness": MEDIAN},

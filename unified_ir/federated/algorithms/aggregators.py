@@ -22,6 +22,7 @@ from triplane.unified_ir.federated.core.limits import (
     OFF,
     RoundUpdate,
     check_norm_bound,
+    floats_of,
     limited,
     longest,
     longest_controlled,
@@ -247,13 +248,15 @@ class Reduction:
     """The next state and the optimizer's slots. scaled: updates that were above a norm bound.
 
     They were scaled, or left out. clip: the next round's norm, where it follows the updates of a
-    run with differential privacy. left_out: which updates were, by their position.
+    run with differential privacy or masking; buffer_clip: that of masked buffers. left_out: which
+    updates were, by their position.
     """
 
     state: dict[str, Array]
     slots: dict[str, Array]
     scaled: int
     clip: float = 0.0
+    buffer_clip: float = 0.0
     left_out: tuple[int, ...] = ()
 
 
@@ -331,7 +334,6 @@ def _far(
         largest = np.maximum(slots.get(LARGEST, 0.0), medians_of(norms))
         most, kept = longest_controlled((largest[0], largest[1])), {LARGEST: largest}
     else:
-        floats = {n: x for n, x in state.items() if np.issubdtype(x.dtype, np.floating)}
-        most, kept = longest(norms, lambda: norms_of(floats, buffers)[0]), {}
+        most, kept = longest(norms, lambda: norms_of(floats_of(state), buffers)[0]), {}
     far = tuple(at for at, (p, s) in enumerate(norms) if p > most[0] or s > most[1])
     return [u for u, _ in measured], far, kept

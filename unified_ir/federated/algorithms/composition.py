@@ -14,6 +14,7 @@ from triplane.unified_ir.federated.algorithms.aggregators import (
 from triplane.unified_ir.federated.algorithms.table import algorithm as algorithm_row
 from triplane.unified_ir.federated.core import pipeline
 from triplane.unified_ir.federated.core.draws import Array
+from triplane.unified_ir.federated.core.limits import check_no_start
 from triplane.unified_ir.federated.core.reduce import ServerHyper, ServerOptimizer
 from triplane.unified_ir.federated.core.reduce import reduce as reduce_updates
 from triplane.unified_ir.federated.privacy.release import Open, RoundNoise, release, shapes_of
@@ -45,6 +46,8 @@ def check_composition(
     whether updates have float buffers, as SCAFFOLD's always do.
     """
     rows: Rows = {}
+    if masked is None:
+        check_no_start(robustness.norm_bound)
     if privacy is not None:
         rows |= _privacy_rows(privacy, devices, masked[1] if masked else LEAST_HONEST)
     if masked:

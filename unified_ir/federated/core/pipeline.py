@@ -161,8 +161,6 @@ PIPELINE: Final[tuple[PipelineRow, ...]] = (
         refuses={
             "noise-correlated": "a round takes back noise of earlier rounds, which only fits if "
             "the norm stays the same; use clip-fixed",
-            "mask": "the range of masked integers follows from the norm, and clipping bits are not "
-            "masked; use clip-fixed (no clipping quantile)",
         },
     ),
     PipelineRow(

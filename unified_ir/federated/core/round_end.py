@@ -16,6 +16,7 @@ from triplane.unified_ir.federated.core.run import (
     Lease,
     Members,
     Outcome,
+    Reduced,
     Round,
     RunState,
 )
@@ -77,6 +78,14 @@ def next_base(state: RunState) -> LeaseBase:
     # Counted in the history, which earlier releases stored as well.
     published = sum(not x.evaluates and (not x.given_up or bool(x.returned)) for x in state.history)
     return LeaseBase(version=published, state=state.shared)
+
+
+def with_bounds(state: RunState, event: Reduced) -> tuple[Ended, ...]:
+    """Return the history with what the newest round's reduction says of its norm bound."""
+    follows = bool(event.clip and state.plan.least)
+    if not event.scaled and not follows:
+        return state.history
+    return amended(state, scaled=event.scaled, norm_bound=state.norm if follows else 0.0)
 
 
 def watches(state: RunState) -> bool:

@@ -51,6 +51,7 @@ from triplane.unified_ir.federated.core.round_end import (
     watched,
     watches,
     why_spoilt,
+    with_bounds,
     with_included,
 )
 from triplane.unified_ir.federated.core.run import (
@@ -294,11 +295,11 @@ def _reduce(state: RunState, event: Reduced) -> Step:
     reduced = replace(
         note_published(with_included(state, included), counted),
         shared=event.shared, attempt=0, fresh_optimizer=False,
-        charged=event.charged, clip=event.clip,
+        charged=event.charged, clip=event.clip, buffer_clip=event.buffer_clip,
         spent=state.spent if event.shared == state.shared else (),
         # No later round could return to it.
         good="" if event.number == state.plan.rounds else good,
-        history=amended(state, scaled=event.scaled) if event.scaled else state.history,
+        history=with_bounds(state, event),
     )  # fmt: skip
     return _gather(reduced, turn_after(state, event.number), event.at_s), ()
 

@@ -279,9 +279,8 @@ class Round:
 class Ended:
     """The record of an ended round. given_up: why it was abandoned, or empty.
 
-    bytes_down: of the leases that were answered. scaled: updates above a norm bound. returned: why
-    the run returned to an earlier state instead of reducing it. left_out: which groups are not in
-    the next state and why.
+    bytes_down: of answered leases. scaled: updates above a norm bound. returned: why the run
+    returned to an earlier state. left_out: why which groups were. norm_bound: of masked updates.
     """
 
     number: int
@@ -300,6 +299,7 @@ class Ended:
     scaled: int = field(default=0, metadata=ADDED)
     returned: str = field(default="", metadata=ADDED)
     left_out: str = field(default="", metadata=ADDED)
+    norm_bound: float = field(default=0.0, metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,10 +312,9 @@ class RunState:
     not_before_s: no round opens earlier. rules: version of the rules that the run began under.
     epoch: of the newest restart; "" before the first. watch: of the loss over devices. good: blob
     of the newest state that it judged good, or empty. fresh_optimizer: whether the next reduction
-    begins without the optimizer's slots, which are of a spoilt state. charged: rounds charged to
-    the plan's budget. clip: norm of changes in the next round, where it follows the updates. spent:
-    devices that masked an update for the present shared state, by name; they contribute for no
-    state twice.
+    begins without the optimizer's slots. charged: rounds charged to the plan's budget. clip: norm
+    of changes in the next round, where it follows the updates, and buffer_clip that of masked
+    buffers. spent: names of devices that masked an update for this state; none does so twice.
     """
 
     plan: RunPlan
@@ -340,6 +339,7 @@ class RunState:
     charged: int = field(default=0, metadata=ADDED)
     clip: float = field(default=0.0, metadata=ADDED)
     spent: tuple[str, ...] = field(default=(), metadata=ADDED)
+    buffer_clip: float = field(default=0.0, metadata=ADDED)
 
     def __post_init__(self) -> None:
         if not isinstance(self.members, Members):
@@ -353,7 +353,7 @@ class RunState:
 
     @property
     def norm(self) -> float:
-        """The norm to which changes of the next round are clipped, if there is a budget."""
+        """The norm to which changes of the next round are clipped, if the plan has one."""
         return self.clip or self.plan.clip
 
 
@@ -491,9 +491,8 @@ class Tick:
 class Reduced:
     """The round's updates became the next shared state. scaled: those above a norm bound.
 
-    charged: rounds charged to the budget, this one included; 0 without a budget. clip: the norm of
-    the next round, where it follows the updates. left_out: devices whose updates are not in the
-    state, because no honest device sends such.
+    charged: rounds charged to the budget, this one included; 0 without a budget. clip, buffer_clip:
+    norms of the next round; see `RunState`. left_out: devices whose updates are not in the state.
     """
 
     at_s: float
@@ -503,6 +502,7 @@ class Reduced:
     charged: int = field(default=0, metadata=ADDED)
     clip: float = field(default=0.0, metadata=ADDED)
     left_out: tuple[str, ...] = field(default=(), metadata=ADDED)
+    buffer_clip: float = field(default=0.0, metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

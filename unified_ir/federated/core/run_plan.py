@@ -32,7 +32,7 @@ class RunPlan:
     goes on after its keys; 0 where updates are in the clear. phase_s: time for each step of a
     masked round after that of keys, in which devices learn. budget: of a run with differential
     privacy, before its first round; it allows all `rounds`. clip: the norm of changes in its first
-    round.
+    round, where it follows the updates or there is a budget.
     """
 
     rounds: int

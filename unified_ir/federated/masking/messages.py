@@ -50,7 +50,9 @@ class MaskingTerms:
     which is masked apart; see `group_sessions`. group: from 1 in the terms of one of several
     groups, 0 until the keys of all devices have decided who is in which. least: fewest devices, of
     a group, whose sum may be unmasked. lost_share, colluding_share, failure: see
-    `choose_parameters`. fields: the vectors.
+    `choose_parameters`. fields: the vectors. encoding: SHA-256 of what the integers mean, or empty
+    in rounds without clipping bits, whose bytes are those of earlier releases. It keeps a cloud
+    from telling one device another norm than the others, so that the sum of bits has its bit alone.
     """
 
     run: str
@@ -64,6 +66,7 @@ class MaskingTerms:
     lost_share: float
     colluding_share: float
     failure: float = defaults.MASK_FAILURE
+    encoding: bytes = b""
 
     def __post_init__(self) -> None:
         check_pseudonym(self.run, "a run")
@@ -72,6 +75,8 @@ class MaskingTerms:
                 f"masking needs a base of {DIGEST_BYTES} bytes and 1 to {MAX_FIELDS} fields, got "
                 f"{len(self.base)} bytes and {len(self.fields)} fields"
             )
+        if len(self.encoding) not in {0, DIGEST_BYTES}:
+            raise InvalidInput(f"an encoding is named by SHA-256, got {len(self.encoding)} bytes")
         if not MIN_COHORT <= self.least <= MAX_COHORT:
             raise InvalidInput(
                 f"the least cohort of a masked round is {MIN_COHORT} to {MAX_COHORT} devices, got "
@@ -119,6 +124,7 @@ class MaskingTerms:
             struct.pack(f">{len(numbers)}Q", *numbers),
             struct.pack(">3d", self.lost_share, self.colluding_share, self.failure),
             *(struct.pack(">QII", f.entries, f.bits, f.noise_bits) for f in self.fields),
+            *([self.encoding] if self.encoding else []),
         )
 
 

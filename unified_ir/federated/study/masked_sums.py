@@ -16,6 +16,7 @@ import numpy as np
 
 from triplane.unified_ir.federated.core import defaults
 from triplane.unified_ir.federated.core.draws import Array, Draws
+from triplane.unified_ir.federated.masking.adaptive import bit_share
 from triplane.unified_ir.federated.masking.encoding import (
     EncodedSection,
     UpdateEncoding,
@@ -23,13 +24,14 @@ from triplane.unified_ir.federated.masking.encoding import (
 )
 from triplane.unified_ir.federated.masking.groups import group_sizes, groups_of
 from triplane.unified_ir.federated.masking.noise import (
-    noise_for,
+    bit_noise_bits,
+    noises_for,
     rounded,
     with_noise,
     with_noise_bits,
 )
 from triplane.unified_ir.federated.masking.parameters import MaskingParameters, choose_parameters
-from triplane.unified_ir.federated.privacy.clipping import clip
+from triplane.unified_ir.federated.privacy.clipping import clip, l2_norm
 from triplane.unified_ir.federated.privacy.distributed import DistributedNoise
 from triplane.unified_ir.federated.privacy.settings import DISTRIBUTED, DifferentialPrivacy
 
@@ -43,12 +45,14 @@ LEAST: Final = 3
 class MaskedStudy:
     """The masking of a study. least: fewest devices whose sum may be unmasked, 0 for the default.
 
-    norm: to which updates are clipped, and by which their integers are scaled. cap: examples that
-    count at most. failure: of the bounds on a device's neighbours. groups: of a round that are
-    masked apart, each with the least cohort of its own.
+    norm: to which updates are clipped, and by which their integers are scaled; follows: it is that
+    of the first round, and the next ones follow the updates. cap: examples that count at most.
+    failure: of the bounds on a device's neighbours. groups: of a round that are masked apart, each
+    with the least cohort of its own.
     """
 
     norm: float
+    follows: bool = False
     cap: int = 1
     least: int = 0
     lost_share: float = defaults.LOST_SHARE
@@ -110,9 +114,17 @@ class MaskedSum:
     norm: float
     devices: int
     noise: DistributedNoise | None
+    bit_noise: DistributedNoise | None = None
+    bit_share: float = 0.0
 
     def mean(self, updates: Sequence[tuple[int, Mapping[str, Array]]]) -> dict[str, Array]:
         """Return the weighted mean of (examples, change), float64."""
+        return self.mean_and_bits(updates)[0]
+
+    def mean_and_bits(
+        self, updates: Sequence[tuple[int, Mapping[str, Array]]]
+    ) -> tuple[dict[str, Array], tuple[int, ...]]:
+        """Return the mean, and the sum of the clipping bits if the norm follows the updates."""
         sums: list[Vector] = [np.zeros(f.entries, np.uint64) for f in self.encoding.fields]
         for examples, change in updates:
             for total, vector in zip(sums, self._integers(change, examples), strict=True):
@@ -120,10 +132,11 @@ class MaskedSum:
         for total, field in zip(sums, self.encoding.fields, strict=True):
             total &= np.uint64((1 << field.width(self.devices)) - 1)
         (flat,), _ = self.encoding.decode(sums, len(updates), cohort=self.devices)
+        bits = self.encoding.sums_of_bits(sums, len(updates), cohort=self.devices)
         shapes = {n: updates[0][1][n].shape for n in self.names}
         parts = np.split(flat, np.cumsum([math.prod(s) for s in shapes.values()])[:-1])
         pairs = zip(shapes.items(), parts, strict=True)
-        return {n: part.reshape(s).astype(np.float64) for (n, s), part in pairs}
+        return {n: part.reshape(s).astype(np.float64) for (n, s), part in pairs}, bits
 
     @property
     def bytes_up(self) -> int:
@@ -133,17 +146,28 @@ class MaskedSum:
 
     def _integers(self, change: Mapping[str, Array], examples: int) -> Sequence[Vector]:
         copies = {n: np.array(x) for n, x in change.items()}
+        is_short = [l2_norm(copies) <= self.bit_share * self.norm]
         clip(copies, self.norm)
         flat = np.concatenate([copies[n].reshape(-1) for n in self.names]).astype(np.float32)
         if self.noise is None:
-            return self.encoding.encode([flat], examples)
-        levels, weight = rounded(self.encoding, [flat], self.noise)
-        return with_noise(levels, self.noise), weight
+            return self.encoding.encode([flat], examples, is_short)
+        levels, weight, *bits = rounded(self.encoding, [flat], self.noise, is_short)
+        if self.bit_noise is not None:
+            bits = [with_noise(bit, self.bit_noise) for bit in bits]
+        return with_noise(levels, self.noise), weight, *bits
 
 
-def with_equal_weights(masking: MaskedStudy | None) -> MaskedStudy | None:
-    """Return the masking of devices that all count as one example."""
-    return None if masking is None else replace(masking, cap=1)
+def with_equal_weights(
+    masking: MaskedStudy | None, privacy: DifferentialPrivacy | None
+) -> MaskedStudy | None:
+    """Return the masking of devices that all count as one example.
+
+    With noise the norm follows the updates by a quantile only, which says how much noise bits get.
+    """
+    if masking is None:
+        return None
+    follows = masking.follows if privacy is None else bool(privacy.quantile)
+    return replace(masking, cap=1, follows=follows)
 
 
 def masked_bytes(
@@ -168,10 +192,22 @@ def masked_means(
     draws: of the round, for the public rotation, and for the groups, which a hash of all keys
     draws in a run.
     """
+    sums = means_and_bits(updates, masking, draws=draws, privacy=privacy)
+    return [mean for mean, _ in sums]
+
+
+def means_and_bits(
+    updates: Sequence[tuple[int, Mapping[str, Array]]],
+    masking: MaskedStudy,
+    *,
+    draws: Draws,
+    privacy: DifferentialPrivacy | None,
+) -> list[tuple[dict[str, Array], tuple[int, ...]]]:
+    """Return the mean of each group and the sum of its bits; see `masked_means`."""
     words, devices = draws.words(5), len(updates)
     sums = masked_sum(updates[0][1], masking, devices=devices, seed=int(words[0]), privacy=privacy)
     groups = groups_of(words[1:].tobytes(), devices, masking.groups)
-    return [replace(sums, devices=len(g)).mean([updates[i] for i in g]) for g in groups]
+    return [replace(sums, devices=len(g)).mean_and_bits([updates[i] for i in g]) for g in groups]
 
 
 def masked_sum(
@@ -189,11 +225,14 @@ def masked_sum(
     names = tuple(sorted(change))
     entries = sum(change[n].size for n in names)
     section = EncodedSection(entries, range_for(masking.norm, entries))
-    noise = None
+    noise = bit_noise = None
+    room = 0
     if privacy is not None and privacy.placement == DISTRIBUTED:
         least, honest = masking.least_and_honest(devices)
-        noise = noise_for(section, masking.norm, privacy.multiplier, honest)
+        noise, bit_noise = noises_for(section, masking.norm, privacy, devices, honest)
         section = with_noise_bits(section, noise.variance, least)
-    encoding = UpdateEncoding((section,), masking.cap, seed)
+        room = 0 if bit_noise is None else bit_noise_bits(bit_noise.variance, least)
+    share = bit_share(privacy) if masking.follows else 0.0
+    encoding = UpdateEncoding((section,), masking.cap, seed, bool(share), room)
     largest = group_sizes(devices, masking.groups)[0]
-    return MaskedSum(names, encoding, masking.norm, largest, noise)
+    return MaskedSum(names, encoding, masking.norm, largest, noise, bit_noise, share)

@@ -416,7 +416,7 @@ class _Simulation:
         """Keep a device's own state, and return its change as the cloud reads it."""
         name, place = lease.device, self.place
         change: dict[str, Array] = dict(done.change)
-        if self.study.privacy is not None:
+        if self.study.privacy is not None and self.study.masking is None:
             change = {n: np.array(x) for n, x in change.items()}
             clip(change, norm_of(place.slots, self.study.privacy))
         rng = Draws(self.study.seed, number, lease.id, "compression")

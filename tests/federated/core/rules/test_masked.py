@@ -117,6 +117,26 @@ def test_a_round_without_losses_goes_through_all_steps_and_is_reduced():
     assert (state.spent, state.round.number, state.round.masked.step) == ((), 2, KEYS)
 
 
+def test_the_bounds_follow_what_is_reduced_and_stay_while_rounds_are_given_up():
+    state = begun(clip=4.0, rounds=6)
+    bounds = [(state.norm, state.buffer_clip)]
+    for number, (clip, buffer_clip) in enumerate(((2.5, 6.0), (1.5, 9.0)), 1):
+        state, _ = answered(through(state, DEVICES[:4], REVEALS), DEVICES[:4])
+        state, _ = step(state, exchanged(state))
+        state, _ = step(
+            state, Reduced(at_s=3.0, number=number, shared=f"s{number}", clip=clip,
+                           buffer_clip=buffer_clip),
+        )  # fmt: skip
+        bounds.append((state.norm, state.buffer_clip))
+    assert bounds == [(4.0, 0.0), (2.5, 6.0), (1.5, 9.0)]
+    assert [r.norm_bound for r in state.history if not r.evaluates] == [4.0, 2.5]
+    assert from_json(RunState, to_json(state)) == state
+    state, _ = answered(state, DEVICES[:4])
+    state, _ = step(state, exchanged(state, failure="no"))
+    assert state.history[-1].given_up
+    assert (state.norm, state.buffer_clip) == (1.5, 9.0)
+
+
 def test_the_cap_is_the_largest_offer_but_at_most_three_medians():
     assert begun().round.masked.cap == 13
     state: Any = fresh(masked_plan())
@@ -563,7 +583,8 @@ def test_a_run_in_the_clear_stores_no_field_of_masking():
     for name in DEVICES[:3]:
         state, _ = step(state, Joined(at_s=0.0, device=name, examples=10))
     stored = to_json(state)
-    for field in ("masked", "due", "taken", "answers", "spent", "least", "phase_s"):
+    of_masking = ("masked", "due", "taken", "answers", "spent", "least", "phase_s")
+    for field in (*of_masking, "buffer_clip", "norm_bound"):
         assert f'"{field}"' not in stored
     assert due_s(state) is not None
     assert MaskedStep("keys") is KEYS
