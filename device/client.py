@@ -492,7 +492,8 @@ class _Working:
     async def _settle(self, work_set: WorkSet) -> None:
         """Apply updates that counted, and forget those whose lease is over."""
         if work_set is not self._settled:
-            await self._in_runner(lambda: self._runner.settle(work_set))
+            if not _settles_alike(work_set, self._settled):
+                await self._in_runner(lambda: self._runner.settle(work_set))
             self._settled = work_set
 
     async def _in_runner(self, work: Callable[[], T]) -> T:
@@ -542,6 +543,15 @@ def _urgent(tasks: Sequence[Task], done: Container[str]) -> Sequence[Task]:
     """
     steps = [task for task in tasks if task.step not in {"", KEYS}]
     return [task for task in steps if task.step != STEPS[-1] or task.key not in done] or tasks
+
+
+def _settles_alike(work_set: WorkSet, settled: WorkSet) -> bool:
+    """Return whether settling changes nothing: a masked round has a document for each step."""
+    return bool(
+        work_set.tasks
+        and work_set.leases == settled.leases
+        and work_set.settled == settled.settled
+    )
 
 
 def _facts(task: Task) -> dict[str, object]:
