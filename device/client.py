@@ -467,7 +467,7 @@ class _Working:
             for blob in (other.plan, other.state, other.message)
             if blob is not None
         ]
-        logger.info("task begun", extra=_facts(task))
+        logger.log(_level(task.step), "task begun", extra=_facts(task))
         try:
             return await self._in_runner(lambda: self._runner.do(task, stop, wanted))
         except TaskExpired:
@@ -487,7 +487,8 @@ class _Working:
         await self._session.send(contribution)
         self._remember(key)
         kind = contribution.WhichOneof("outcome")
-        logger.info("contributed", extra={"run": contribution.run, "kind": kind})
+        facts = {"run": contribution.run, "kind": kind}
+        logger.log(_level(key.partition(".")[2]), "contributed", extra=facts)
 
     async def _settle(self, work_set: WorkSet) -> None:
         """Apply updates that counted, and forget those whose lease is over."""
@@ -548,10 +549,13 @@ def _urgent(tasks: Sequence[Task], done: Container[str]) -> Sequence[Task]:
 def _settles_alike(work_set: WorkSet, settled: WorkSet) -> bool:
     """Return whether settling changes nothing: a masked round has a document for each step."""
     return bool(
-        work_set.tasks
-        and work_set.leases == settled.leases
-        and work_set.settled == settled.settled
+        work_set.tasks and work_set.leases == settled.leases and work_set.settled == settled.settled
     )
+
+
+def _level(step: str) -> int:
+    """Return the level of log messages about a task: a round has one pair of them, not five."""
+    return logging.INFO if step in {"", KEYS} else logging.DEBUG
 
 
 def _facts(task: Task) -> dict[str, object]:
