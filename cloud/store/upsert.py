@@ -23,4 +23,5 @@ def _statement(dialect: str, table: sa.Table, columns: tuple[str, ...], key: str
     insert = (postgresql if dialect == "postgresql" else sqlite).insert(table)
     # `excluded` is the row that was to be inserted, in both dialects.
     values = {name: insert.excluded[name] for name in columns if name not in keys}
-    return insert.on_conflict_do_update(index_elements=keys, set_=values)
+    statement: sa.Insert = insert.on_conflict_do_update(index_elements=keys, set_=values)
+    return statement

@@ -125,8 +125,15 @@ class Played:
 
     async def answering(self, step, text=""):
         """The answers of all devices to a step of a masked round; returns after their commit."""
-        leases = self.run.projection.state.round.leases
-        await asyncio.gather(*(self._answered(x, step, f"{x.device} {step}{text}") for x in leases))
+        round_ = self.run.projection.state.round
+        assert round_ is not None
+        answers = [(x, f"{x.device} {step}{text}") for x in round_.leases]
+        await asyncio.gather(*(self._answered(lease, step, data) for lease, data in answers))
+
+    def step(self) -> Any:
+        """The step of the masked round, as of the newest commit."""
+        round_ = self.run.projection.state.round
+        return round_ and round_.masked and round_.masked.step
 
     async def _answered(self, lease, step, data):
         answer = StepAnswer(step=step, blob=digest(data.encode()), size=len(data))
@@ -318,9 +325,9 @@ def test_a_masked_step_begins_only_once_the_answers_before_it_are_committed(tmp_
         it.database.fails = NoRoom("the database has no room")
         with pytest.raises(Unavailable, match="no room"):
             await it.answering(MaskedStep.KEYS)
-        assert it.run.projection.state.round.masked.step is MaskedStep.KEYS
+        assert it.step() is MaskedStep.KEYS
         await it.answering(MaskedStep.KEYS, " again")
-        assert it.run.projection.state.round.masked.step is MaskedStep.SHARES
+        assert it.step() is MaskedStep.SHARES
         lost, taken = ([x.answers[0].blob for x in order.leases] for order in it.worker.orders)
         return lost, taken, [e.answer.blob for e in it.journaled() if isinstance(e, Masked)]
 
