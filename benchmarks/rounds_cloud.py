@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from triplane.cloud import __main__ as cloud
-from triplane.cloud.federation import results, update_store
+from triplane.cloud.federation import results
 from triplane.cloud.store import writing
 from triplane.proto import disk
 from triplane.unified_ir.federated.algorithms import aggregators
@@ -56,7 +56,6 @@ def put_clocks() -> None:
         (results, "digest_of", "hash"),
         (digests, "sha256_of", "hash"),
         (aggregators, "reduce_round", "reduce"),
-        (update_store, "read_update", "check"),
         (writing.Writer, "_do", "commit"),
     ):
         setattr(owner, name, timed(part, getattr(owner, name)))

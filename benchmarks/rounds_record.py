@@ -24,7 +24,6 @@ PARTS: Final = {
     "device acknowledge": "devices: until it is acknowledged",
     "device settle": "devices: settle it when it counted",
     "hash": "cloud: hash",
-    "check": "cloud: check updates, hash again",
     "fsync": "cloud: fsync of files",
     "commit": "cloud: commits, their fsync included",
     "reduce": "cloud: reduce",
@@ -68,7 +67,8 @@ def times(rows: Sequence[dict[str, Any]]) -> str:
             ratio = row["ratio"].get(side)
             told = "" if ratio is None else "{median:.3g} ({q1:.3g} to {q3:.3g})".format(**ratio)
             target = f"{row['case']['target_ms']:g}" if side == "ours" else ""
-            spread = f"{middle:,.0f} ({low:,.0f} to {high:,.0f})"
+            places = 1 if middle < 100 else 0
+            spread = f"{middle:,.{places}f} ({low:,.{places}f} to {high:,.{places}f})"
             lines.append([label(row), NAMES[side], target, spread, told])
     return table(["round", "side", "target ms", "ms (quartiles)", "ours / side"], lines)
 
@@ -146,8 +146,8 @@ def lines_of(text: str) -> list[dict[str, Any]]:
 TEXT: Final = """# Rounds in which nothing is learnt
 
 `python benchmarks/rounds.py --keep FILE`, `rounds_memory.py --keep FILE`, `rounds_device.py --keep
-FILE`, then `rounds.py --record FILE`. {conditions}. Other work ran on the machine: load
-{load}.
+FILE`, then `rounds.py --record FILE`. {conditions}. The machine's load before each case, which
+includes the sides of the case before it: {load}.
 
 ## A round, beside Flower's
 
@@ -202,7 +202,7 @@ what the first run adds stays, whatever its size; what it is was not looked into
 {device}
 
 `python -m triplane.device` in a real run of three rounds with real steps, scored at the end: ready
-is the median of five starts, beside the same other work, the peak that of the last process. The
-bound is 80 MiB and five times the parameters. An update that is compressed to int8 breaks it: its
-remainder, its sum with the change and what it stands for are in memory at once.
+is the median of five starts, the peak that of the last process. The bound is 150 MiB and five times
+the parameters. An update that is compressed to int8 breaks it: its remainder, its sum with the
+change and what it stands for are in memory at once.
 """

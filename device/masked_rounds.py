@@ -9,7 +9,6 @@ task: run, round, base state and encoding are computed here and never taken from
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,14 +46,13 @@ from triplane.unified_ir.federated.masking import (
 from triplane.unified_ir.federated.masking.fields import Vector
 from triplane.unified_ir.federated.masking.messages import MaskedInput
 from triplane.unified_ir.federated.masking.noise import noise_of, rounded, with_noise
+from triplane.unified_ir.federated.privacy.clipping import clip
 from triplane.unified_ir.federated.privacy.distributed import DistributedNoise
 
 MAX_OPEN: Final = 8
 """Masked rounds that a device takes part in at the same time."""
 MAX_REFUSALS: Final = 256
 """Rounds that the device has left, whose reasons it remembers."""
-
-_CHUNK: Final = 1 << 16
 
 NewestRoster = Callable[[], Roster | None]
 """Returns the verified roster, None if people have signed none; see `roster.current_roster`."""
@@ -373,16 +371,8 @@ def _clipped(
         x = change.pop(name)  # one of the two copies is freed before the next one is made
         flat[at : at + x.size] = x.reshape(-1)
         at += x.size
-    length = _length(flat)
-    if length > norm:
-        flat *= np.float32(norm / length)
+    clip({"update": flat}, norm)
     return flat
-
-
-def _length(x: npt.NDArray[np.float32]) -> float:
-    """Return the Euclidean norm in float64, whose squares of float32 do not overflow."""
-    parts = (x[at : at + _CHUNK].astype(np.float64) for at in range(0, len(x), _CHUNK))
-    return math.sqrt(math.fsum(float(part @ part) for part in parts))
 
 
 def _smallest(vectors: Sequence[Vector]) -> list[Vector]:

@@ -27,6 +27,7 @@ from triplane.proto.errors import (
     Unavailable,
 )
 from triplane.proto.plan_statement import MAX_LEAST, Least, LeastMasking, PlanStatement
+from triplane.proto.roster import Roster
 from triplane.proto.targets import SignedTarget, read_target
 from triplane.unified_ir.federated.core.learn import Shard, episode_sizes, shared, takes_episodes
 from triplane.unified_ir.files.container import Container
@@ -44,8 +45,11 @@ Verify = Callable[[str], SignedTarget]
 class SignedPlans:
     """The plans that a device may run. Not for several threads."""
 
-    def __init__(self, settings: DeviceSettings, verify: Verify) -> None:
-        self._settings, self._verify = settings, verify
+    def __init__(
+        self, settings: DeviceSettings, verify: Verify, roster: Callable[[], Roster | None]
+    ) -> None:
+        """Take how to verify a plan, and where the newest roster of devices is."""
+        self._settings, self._verify, self._roster = settings, verify, roster
         self._statement: PlanStatement | None = None
         self._blob, self._until_s = b"", 0.0
 
@@ -125,7 +129,9 @@ class SignedPlans:
         demanded = owner if signed is None else owner.stricter(signed)
         if not task.step and signed is None and not self._settings.masked_only:
             return
-        lacking = demanded.lacking(_masking_of(task))
+        # Only people can withdraw a roster that is known, so it is looked at once in a round.
+        has_roster = demanded.roster and self._roster() is not None
+        lacking = demanded.lacking(_masking_of(task, roster=has_roster))
         if lacking:
             raise Conflict(
                 f"the plan's signature and the settings in device.json (masked_only, "
@@ -153,10 +159,10 @@ def _size_of(plan: Plan, task: Task, shard: Shard) -> Least:
     return Least(devices=max(1, min(devices, MAX_LEAST)), batch=batch, steps=work.steps)
 
 
-def _masking_of(task: Task) -> LeastMasking | None:
+def _masking_of(task: Task, *, roster: bool) -> LeastMasking | None:
     """Return what the masking of a task holds, or None without masking. InvalidInput."""
     terms = task.document.masking.terms
-    return LeastMasking(terms.colluding_share, terms.failure) if task.step else None
+    return LeastMasking(terms.colluding_share, terms.failure, roster) if task.step else None
 
 
 def verified_here(

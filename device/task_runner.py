@@ -107,7 +107,7 @@ class TaskRunner:
         app: Any = None,
     ) -> None:
         self._home, self._samples, self._settings = home, shard, settings
-        self._signed = SignedPlans(settings, verify)
+        self._signed = SignedPlans(settings, verify, self._roster)
         self._shard = shard  # as the present plan takes it
         self._channel, self._app = channel, app
         self._blobs = BlobFolder(home.plans, max_bytes=settings.max_blob_bytes)

@@ -145,7 +145,7 @@ class MaskedRounds(_message.Message):
     failure: _builtins.float
     """Probability that the bounds on a device's neighbours do not hold."""
     phase_s: _builtins.float
-    """Seconds for each phase after learning."""
+    """Seconds for each phase after learning; shares have at least that, until the round's deadline."""
     def __init__(
         self,
         *,
@@ -545,6 +545,7 @@ class Run(_message.Message):
     METRIC_FIELD_NUMBER: _builtins.int
     EPSILON_SPENT_FIELD_NUMBER: _builtins.int
     ROSTER_FIELD_NUMBER: _builtins.int
+    MASKING_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """16 hexadecimal digits."""
     phase: Global___Run.Phase.ValueType
@@ -577,6 +578,10 @@ class Run(_message.Message):
 
     @_builtins.property
     def refusals(self) -> Global___Refusals: ...
+    @_builtins.property
+    def masking(self) -> Global___CohortMasking:
+        """What the masking of a full round holds; absent in runs without it."""
+
     def __init__(
         self,
         *,
@@ -596,21 +601,74 @@ class Run(_message.Message):
         metric: _builtins.str | None = ...,
         epsilon_spent: _builtins.float | None = ...,
         roster: _builtins.int = ...,
+        masking: Global___CohortMasking | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_epsilon_spent", b"_epsilon_spent", "_metric", b"_metric", "epsilon_spent", b"epsilon_spent", "metric", b"metric", "refusals", b"refusals", "spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_epsilon_spent", b"_epsilon_spent", "_masking", b"_masking", "_metric", b"_metric", "epsilon_spent", b"epsilon_spent", "masking", b"masking", "metric", b"metric", "refusals", b"refusals", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epsilon_spent", b"_epsilon_spent", "_metric", b"_metric", "ended_s", b"ended_s", "epsilon_spent", b"epsilon_spent", "id", b"id", "members", b"members", "metric", b"metric", "phase", b"phase", "reason", b"reason", "refusals", b"refusals", "result", b"result", "revision", b"revision", "roster", b"roster", "round", b"round", "rounds", b"rounds", "spec", b"spec", "started_by", b"started_by", "started_s", b"started_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epsilon_spent", b"_epsilon_spent", "_masking", b"_masking", "_metric", b"_metric", "ended_s", b"ended_s", "epsilon_spent", b"epsilon_spent", "id", b"id", "masking", b"masking", "members", b"members", "metric", b"metric", "phase", b"phase", "reason", b"reason", "refusals", b"refusals", "result", b"result", "revision", b"revision", "roster", b"roster", "round", b"round", "rounds", b"rounds", "spec", b"spec", "started_by", b"started_by", "started_s", b"started_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__epsilon_spent: _TypeAlias = _typing.Literal["epsilon_spent"]  # noqa: Y015
     _WhichOneofArgType__epsilon_spent: _TypeAlias = _typing.Literal["_epsilon_spent", b"_epsilon_spent"]  # noqa: Y015
+    _WhichOneofReturnType__masking: _TypeAlias = _typing.Literal["masking"]  # noqa: Y015
+    _WhichOneofArgType__masking: _TypeAlias = _typing.Literal["_masking", b"_masking"]  # noqa: Y015
     _WhichOneofReturnType__metric: _TypeAlias = _typing.Literal["metric"]  # noqa: Y015
     _WhichOneofArgType__metric: _TypeAlias = _typing.Literal["_metric", b"_metric"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__epsilon_spent) -> _WhichOneofReturnType__epsilon_spent | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__masking) -> _WhichOneofReturnType__masking | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__metric) -> _WhichOneofReturnType__metric | None: ...
 
 Global___Run: _TypeAlias = Run  # noqa: Y015
+
+@_typing.final
+class CohortMasking(_message.Message):
+    """What a masked cohort uses, and what it holds against, computed from the run's `MaskedRounds`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICES_FIELD_NUMBER: _builtins.int
+    NEIGHBOURS_FIELD_NUMBER: _builtins.int
+    THRESHOLD_FIELD_NUMBER: _builtins.int
+    QUORUM_FIELD_NUMBER: _builtins.int
+    LEAST_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    COLLUDING_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    devices: _builtins.int
+    neighbours: _builtins.int
+    """Devices with which each one shares its secrets."""
+    threshold: _builtins.int
+    """Shares that recover a secret."""
+    quorum: _builtins.int
+    """Signatures over one list of survivors."""
+    least: _builtins.int
+    """Fewest devices whose sum may be unmasked."""
+    lost: _builtins.int
+    """Most devices that may be lost, and that may collude with the cloud."""
+    colluding: _builtins.int
+    failure: _builtins.float
+    """Probability that the bounds on a device's neighbours do not hold."""
+    def __init__(
+        self,
+        *,
+        devices: _builtins.int = ...,
+        neighbours: _builtins.int = ...,
+        threshold: _builtins.int = ...,
+        quorum: _builtins.int = ...,
+        least: _builtins.int = ...,
+        lost: _builtins.int = ...,
+        colluding: _builtins.int = ...,
+        failure: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["colluding", b"colluding", "devices", b"devices", "failure", b"failure", "least", b"least", "lost", b"lost", "neighbours", b"neighbours", "quorum", b"quorum", "threshold", b"threshold"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CohortMasking: _TypeAlias = CohortMasking  # noqa: Y015
 
 @_typing.final
 class Member(_message.Message):
@@ -1519,12 +1577,17 @@ class MaskedInput(_message.Message):
     BLOB_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     SIGNATURE_FIELD_NUMBER: _builtins.int
+    UNOPENED_FIELD_NUMBER: _builtins.int
     position: _builtins.int
     data: _builtins.bytes
     signature: _builtins.bytes
     @_builtins.property
     def blob(self) -> Global___Blob:
         """Absent if `data` has the bytes."""
+
+    @_builtins.property
+    def unopened(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Positions of the neighbours whose sealed shares this device could not open, in rising order."""
 
     def __init__(
         self,
@@ -1533,10 +1596,11 @@ class MaskedInput(_message.Message):
         blob: Global___Blob | None = ...,
         data: _builtins.bytes = ...,
         signature: _builtins.bytes = ...,
+        unopened: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blob", b"blob"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blob", b"blob", "data", b"data", "position", b"position", "signature", b"signature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blob", b"blob", "data", b"data", "position", b"position", "signature", b"signature", "unopened", b"unopened"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

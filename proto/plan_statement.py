@@ -45,6 +45,7 @@ _STATEMENT: Final = frozenset(
     {"model", "version", "model_digest", "content_digest", "algorithm", "hyperparameters",
      "tensors", *_LEAST}
 )  # fmt: skip
+_LEAST_MASKING: Final = frozenset({"colluding_share", "failure"})
 _RULE: Final = frozenset({"algorithms", "tensors", *_LEAST})
 _MASKING: Final = "masking"
 """The one optional field of a statement and of a rule; documents of earlier releases lack it."""
@@ -142,11 +143,13 @@ class LeastMasking:
     """The weakest masking of a round in which a plan may run.
 
     colluding_share: of a cohort that may share all it knows with the cloud, in [0, 1). failure:
-    largest probability, in (0, 1), that the bounds on a device's neighbours do not hold.
+    largest probability, in (0, 1), that the bounds on a device's neighbours do not hold. roster:
+    whether a device takes part only if it knows a signed roster of devices.
     """
 
     colluding_share: float = 0.0
     failure: float = 1e-6
+    roster: bool = False
 
     def __post_init__(self) -> None:
         # Not a number compares as false.
@@ -157,29 +160,41 @@ class LeastMasking:
             )
 
     def text(self) -> str:
-        """Return this as signed documents have it: canonical JSON has no fractions."""
-        return json.dumps(asdict(self), sort_keys=True)
+        """Return this as signed documents have it: canonical JSON has no fractions.
+
+        Earlier releases know no demand for a roster, and refuse a document that has one.
+        """
+        numbers: dict[str, float] = {
+            "colluding_share": self.colluding_share, "failure": self.failure
+        }  # fmt: skip
+        return json.dumps(numbers | ({"roster": 1} if self.roster else {}), sort_keys=True)
 
     @property
     def summary(self) -> str:
         """Return these numbers for people."""
         return (
             f"masked against a share of {self.colluding_share:g} colluding devices but for a "
-            f"probability of {self.failure:g}"
+            f"probability of {self.failure:g}{', with a signed roster' if self.roster else ''}"
         )
 
     @classmethod
     def of_text(cls, text: Any) -> "LeastMasking":
         """Parse what `text` returns. InvalidInput for anything else."""
         numbers = _numbers(text)
-        if numbers is None or numbers.keys() != {"colluding_share", "failure"}:
-            raise InvalidInput(f"least masking is colluding_share and failure, got {shown(text)}")
-        return cls(**numbers)
+        roster = None if numbers is None else numbers.pop("roster", 0)
+        if numbers is None or numbers.keys() != _LEAST_MASKING or roster not in {0, 1}:
+            raise InvalidInput(
+                f"least masking is colluding_share, failure, and roster if it is 1, got "
+                f"{shown(text)}"
+            )
+        return cls(**numbers, roster=roster == 1)
 
     def stricter(self, other: "LeastMasking") -> "LeastMasking":
         """Return the stricter of each number."""
         return LeastMasking(
-            max(self.colluding_share, other.colluding_share), min(self.failure, other.failure)
+            max(self.colluding_share, other.colluding_share),
+            min(self.failure, other.failure),
+            self.roster or other.roster,
         )
 
     def lacking(self, other: "LeastMasking | None") -> str:
@@ -196,6 +211,8 @@ class LeastMasking:
                 f"masking that fails with a probability of at most {self.failure:g}, got "
                 f"{other.failure:g}"
             )
+        if self.roster and not other.roster:
+            return "a signed roster of devices (triplane cloud roster add)"
         return ""
 
 

@@ -387,6 +387,10 @@ def policy_remove(cloud: Calls, *, model: str, keys: Path) -> Answer:
     help="Updates leave a device only in masked rounds, which hold while at most this share of "
     "their devices colludes with the cloud, such as 0 or 0.1.  [default: also in the clear]",
 )  # fmt: skip
+@click.option(
+    "--roster", is_flag=True,
+    help="Devices take part only while they know a signed roster of devices; needs --masked.",
+)  # fmt: skip
 @keys_option()
 @calls_cloud
 def policy_set_plans(cloud: Calls, **options: Any) -> Answer:

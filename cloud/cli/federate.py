@@ -28,6 +28,7 @@ from triplane.cloud.cli.options import (
 from triplane.cloud.cli.strategies import SHARE, simulate, strategy_options
 from triplane.unified_ir.cli.algorithms import NAMES, AlgorithmCommand
 from triplane.unified_ir.federated.core import defaults
+from triplane.unified_ir.federated.core.masked_step import PHASE_S
 
 if TYPE_CHECKING:
     from triplane.proto.federation_pb2 import Noise, Spec
@@ -153,6 +154,12 @@ command.add_command(simulate)
     ),
 )  # fmt: skip
 @click.option(
+    "--phase-s", type=DURATION, callback=_positive,
+    help=_or(
+        "Time limit of each step of a masked round after learning; needs --mask.", f"{PHASE_S:g}s"
+    ),
+)  # fmt: skip
+@click.option(
     "--steps", type=COUNT, help=_or("Training steps of a device in a round.", defaults.STEPS)
 )
 @click.option(
@@ -208,6 +215,7 @@ def _spec(
     robustness: dict[str, Any],
     privacy: dict[str, Any] | None,
     masking: dict[str, Any] | None,
+    phase_s: float | None,
     **options: Any,
 ) -> Spec:
     """Return the request's spec; the cloud fills in what is left unset."""
@@ -225,6 +233,8 @@ def _spec(
     # Checked here, because without a strategy the request has no field that could carry them.
     if (strategy_options or app) and not strategy:
         raise click.UsageError("--option and --app belong to a strategy; name one with --strategy")
+    if phase_s is not None and masking is None:
+        raise click.UsageError("--phase-s has no effect without --mask; add it")
     arguments = [Option(name=name, json=value) for name, value in strategy_options]
     flower = Flower(strategy=strategy, options=arguments, app=app) if strategy else None
     spec = Spec(
@@ -234,7 +244,7 @@ def _spec(
         # Absent if nothing was set: a strategy of Flower does without, and others have defaults.
         robustness=Robustness(**robustness) if robustness else None,
         noise=None if privacy is None else _noise(privacy),
-        masking=None if masking is None else MaskedRounds(**masking),
+        masking=None if masking is None else MaskedRounds(phase_s=phase_s or 0, **masking),
         **options,
     )
     set_values(spec.hyperparameters, hyper)
@@ -313,6 +323,10 @@ def watch(cloud: Calls, *, run_id: str) -> Answer:
 @click.option(
     "--model-digest", type=DIGEST, default="", metavar="HEX",
     help="Root digest of the model file that you reviewed; a plan of another file is not signed.",
+)  # fmt: skip
+@click.option(
+    "--roster", is_flag=True,
+    help="Devices run it only while they know a signed roster of devices; for a masked run.",
 )  # fmt: skip
 @calls_cloud
 def sign(cloud: Calls, **options: Any) -> Answer:

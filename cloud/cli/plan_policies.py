@@ -78,16 +78,22 @@ def allow_plans(
     algorithms: tuple[str, ...],
     tensors: tuple[str, ...],
     masked: float | None,
+    roster: bool,
     keys: Path,
     **least: int,
 ) -> tuple[dict[str, Any], str]:
     """Sign a policy under which the cloud's key may sign plans of `model`."""
     name = Reference.parse(model).model
+    if roster and masked is None:
+        raise InvalidInput(
+            "--roster demands a roster of devices in masked rounds; demand those too, such as by "
+            "--masked 0.1"
+        )
     with remote_at(cloud) as remote:
         left_out: list[str] = []
         if not tensors:
             tensors, left_out = _parameters(remote, model)
-        masking = None if masked is None else LeastMasking(masked)
+        masking = None if masked is None else LeastMasking(masked, roster=roster)
         rule = PlanRule(algorithms or ("*",), tensors, Least.of_fields(least), masking)
         replaced: list[PlanRule] = []
 
@@ -185,7 +191,7 @@ def _is_of(spec: Spec, plan: PlanStatement) -> bool:
 
 
 def sign_run(
-    cloud: Calls, *, run_id: str, keys: Path, model_digest: str, **least: int | None
+    cloud: Calls, *, run_id: str, keys: Path, model_digest: str, roster: bool, **least: int | None
 ) -> tuple[dict[str, Any], str]:
     """Make the plan of a run here and sign it."""
     spec = cloud.federation.GetRun(GetRunRequest(id=run_id)).spec
@@ -196,6 +202,7 @@ def sign_run(
             spec,
             keys,
             least=Least.of_fields(fields),
+            roster=roster,
             model_digest=bytes.fromhex(model_digest),
             progress=cloud.output.note,
         )

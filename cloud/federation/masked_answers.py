@@ -37,6 +37,8 @@ from triplane.unified_ir.federated.masking.wire import MAX_KEY_BYTES
 
 ENTRY_BYTES: Final = 16
 """Most bytes of a map's entry beside its value: position, tags and lengths."""
+POSITION_BYTES: Final = 5
+"""Most bytes of the position of a device whose shares could not be opened."""
 BASE_BYTES: Final = 256
 """Most bytes of an answer beside its shares, its masked update and its identity key."""
 STEPS_BY_FIELD: Final = {field: step for step, field in FIELD_OF.items()}
@@ -143,9 +145,12 @@ def _check_listed(roster: Roster | None, identity_key: bytes) -> None:
 
 def _most_bytes(step: MaskedStep, cohort: int) -> int:
     """Return the largest answer, without the masked update."""
-    share = {MaskedStep.SHARES: SEALED_BYTES, MaskedStep.REVEALS: SHARE_BYTES}.get(step)
-    shares = cohort * (share + ENTRY_BYTES) if share else 0
-    return BASE_BYTES + shares + (MAX_KEY_BYTES if step is MaskedStep.KEYS else 0)
+    of_each = {
+        MaskedStep.SHARES: SEALED_BYTES + ENTRY_BYTES,
+        MaskedStep.INPUTS: POSITION_BYTES,
+        MaskedStep.REVEALS: SHARE_BYTES + ENTRY_BYTES,
+    }.get(step, 0)
+    return BASE_BYTES + cohort * of_each + (MAX_KEY_BYTES if step is MaskedStep.KEYS else 0)
 
 
 def _check_input(

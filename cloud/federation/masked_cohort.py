@@ -117,7 +117,7 @@ class MaskedCohort:
         try:
             self._end(step)
         except TriplaneError as error:
-            return refused, self._named(str(error))
+            return refused | self._liars(), self._named(str(error))
         return refused, ""
 
     def asks(self, step: MaskedStep, device: str) -> pb.MaskingStep | None:
@@ -126,6 +126,12 @@ class MaskedCohort:
         if step not in self._asks or name not in self._cloud.session.devices:
             return None
         return self._asks[step](self._position(device))
+
+    def _liars(self) -> dict[str, str]:
+        """Return the devices that made the round fail by the word of most of their neighbours."""
+        by_position = self._cloud.liars()
+        at = {self._position(device): device for device in self._names} if by_position else {}
+        return {at[position]: reason for position, reason in by_position.items()}
 
     def _named(self, text: str) -> str:
         """Return the text with the names of devices in place of their pseudonyms."""

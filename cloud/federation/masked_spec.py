@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import InvalidInput
+from triplane.proto.messages import message_from
 from triplane.unified_ir.federated.core import defaults
 from triplane.unified_ir.federated.core.masked_step import PHASE_S
 
@@ -55,9 +56,20 @@ def fill_masking(spec: pb.Spec, *, quorum: int) -> None:
         _check_losses(masking, devices)
 
 
+def cohort_masking(spec: pb.Spec) -> pb.CohortMasking | None:
+    """Return what the masking of a full cohort holds; None for a run without it."""
+    if not spec.HasField("masking"):
+        return None
+    return message_from(pb.CohortMasking, _parameters(spec.masking, spec.cohort.devices))
+
+
 def masking_text(spec: pb.Spec) -> str:
     """Describe the masking of a run whose defaults are filled in, for a full cohort."""
     text, noise = _parameters(spec.masking, spec.cohort.devices).text(), spec.noise
+    text += (
+        f"\neach step after learning takes at most {spec.masking.phase_s:g} s (--phase-s), that of "
+        f"shares longer if the round's deadline of {spec.cohort.deadline_s:g} s leaves more"
+    )
     if not spec.HasField("noise"):
         return text
     _, honest = least_and_honest(spec) or (0, 0)

@@ -6,10 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Final
 
 from triplane.cloud.federation.journal import RunRecord
+from triplane.cloud.federation.masked_spec import cohort_masking
 from triplane.cloud.federation.private_runs import noise_terms, why_fewer_rounds
 from triplane.cloud.federation.run_projection import RunProjection
 from triplane.cloud.federation.spec import fewest_updates
@@ -19,7 +21,7 @@ from triplane.unified_ir.federated.core.lease_changes import open_lease, open_le
 from triplane.unified_ir.federated.core.masked_round import is_in_step, step_ends_s
 from triplane.unified_ir.federated.core.metric import ACCURACY
 from triplane.unified_ir.federated.core.run import (
-    NEWEST_RULES,
+    RULES_WITH_WATCHES,
     Ended,
     Outcome,
     Phase,
@@ -27,6 +29,7 @@ from triplane.unified_ir.federated.core.run import (
     RunState,
     Settled,
 )
+from triplane.unified_ir.federated.core.selection import MAX_NAMED
 
 MAX_ROUNDS: Final = 1000
 """Largest number of rounds of one run in an answer; older ones are left out."""
@@ -70,7 +73,8 @@ def run_message(
         ("round", "members", "rounds", "refusals", "revision", "metric", "epsilon_spent")
     )
     phase = pb.Run.Phase.Value((record.before or "preparing").upper())
-    message = message_from(pb.Run, record, phase=phase, roster=roster, **later)
+    masking = cohort_masking(record.spec)
+    message = message_from(pb.Run, record, phase=phase, roster=roster, masking=masking, **later)
     if projection is not None:
         _add_state(message, projection, rounds=rounds, down=down)
         if (budget := projection.state.budget) is not None:
@@ -107,8 +111,15 @@ def _step_text(state: RunState) -> str:
         return ""
     masked = round_.masked
     taking_part = [x for x in open_leases(state) if is_in_step(x, masked)]
-    answered = sum(x.due is None for x in taking_part)
-    return f"{answered} of {len(taking_part)} devices have answered the step {masked.step}"
+    waiting = [x.device for x in taking_part if x.due]
+    if masked.exchanging or not waiting:
+        return f"the answers of {len(taking_part)} devices to the step {masked.step} are taken"
+    named = ", ".join(waiting[:MAX_NAMED]) + (", ..." if len(waiting) > MAX_NAMED else "")
+    since, most_s = masked.opened_s, step_ends_s(state, masked) - masked.opened_s
+    return (
+        f"since {datetime.fromtimestamp(since, UTC):%H:%M:%S} UTC, and for at most {most_s:.0f} s, "
+        f"the step {masked.step} waits for {len(waiting)} of {len(taking_part)} devices: {named}"
+    )
 
 
 def _member(member: RunMember) -> pb.Member:
@@ -163,7 +174,7 @@ def task_message(
     spec, masked = record.spec, at_hand.masked
     ends_s = at_hand.opened_s + state.plan.deadline_s
     if masked is not None:
-        ends_s = step_ends_s(state.plan, masked)
+        ends_s = step_ends_s(state, masked)
     task = pb.Task(
         run=record.id,
         round=at_hand.number,
@@ -180,7 +191,7 @@ def task_message(
         returns=state.watch.returns,
         masking=files.masking,
     )
-    if state.rules >= NEWEST_RULES:
+    if state.rules >= RULES_WITH_WATCHES:
         task.included = bytes.fromhex(state.members[device].included_lease)
     if files.message is not None:
         task.flower.CopyFrom(files.message)

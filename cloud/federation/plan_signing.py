@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -154,7 +154,13 @@ class PlanSignatures:
                     f"{Reference.parse(spec.model).model} --keys DIR for this and later runs"
                 )
         _check_size(spec, signed.statement.least)
-        _check_masking(spec, signed.statement.masking)
+        masking = signed.statement.masking
+        _check_masking(spec, masking)
+        if masking is not None and masking.roster and self.roster() is None:
+            return (
+                "waits for a roster of devices, which the signature of its plan demands: triplane "
+                "cloud roster add NAME ... --keys DIR"
+            )
         return ""
 
     def _sign_auto(
@@ -185,7 +191,10 @@ def _check_size(spec: pb.Spec, least: Least) -> None:
 
 
 def _check_masking(spec: pb.Spec, masking: LeastMasking | None) -> None:
-    lacking = "" if masking is None else masking.lacking(least_masking_of(spec))
+    if masking is None:
+        return
+    # Without the roster: whether there is one is not up to the run.
+    lacking = replace(masking, roster=False).lacking(least_masking_of(spec))
     if lacking:
         raise Conflict(
             f"the signature of the plan demands {lacking}, so every device would decline; start a "
@@ -199,18 +208,19 @@ def sign_plan(
     keys_folder: Path,
     *,
     least: Least,
+    roster: bool = False,
     model_digest: bytes = b"",
     progress: Progress = lambda _: None,
     now_s: float | None = None,
 ) -> SigningResult:
     """Make the plan of a run's spec here, and sign it with the `plans` keys in a folder.
 
-    model_digest: root digest of the model file, if the signer knows it; any other is refused. Plans
-    that wait for signatures are made and compared as well. NotFound: the folder has no such key.
-    Corrupt: what waits is not what its model gives here, or the cloud's metadata does not follow
-    from the root beside the keys.
+    roster: whether devices demand a signed roster, for a masked run. model_digest: root digest of
+    the model file, if the signer knows it; any other is refused. Plans that wait for signatures are
+    made and compared as well. NotFound: the folder has no such key. Corrupt: what waits is not what
+    its model gives here, or the cloud's metadata does not follow from the root beside the keys.
     """
-    wanted = _made_here(cloud, spec, least, progress, model_digest)
+    wanted = _made_here(cloud, spec, least, progress, roster=roster, model_digest=model_digest)
     checked = {wanted.path: target_file(wanted)}
 
     def attempt() -> SigningResult:
@@ -308,7 +318,8 @@ def _compared(
                 spec.masking.failure = masking.failure
             # What making the plan again does not check, because another signer chose it.
             progress(f"{path} waits too, for rounds of {statement.conditions} or more")
-            ours = target_file(_made_here(cloud, spec, statement.least, progress))
+            roster = masking is not None and masking.roster
+            ours = target_file(_made_here(cloud, spec, statement.least, progress, roster=roster))
         if ours != entry:
             raise Corrupt(
                 f"{path} waits in the cloud with other facts than its model and the options here "
@@ -323,8 +334,11 @@ def _made_here(
     spec: pb.Spec,
     least: Least,
     progress: Progress,
+    *,
+    roster: bool,
     model_digest: bytes = b"",
 ) -> SignedTarget:
+    masking = _signed_masking(spec, roster=roster)
     version = cloud.version(spec.model)
     check_model(version, model_digest)
     progress(f"making the plan of {spec.algorithm} for {spec.model}")
@@ -338,7 +352,19 @@ def _made_here(
                 f"{version.model_digest.hex()[:12]}"
             )
         plan = asyncio.run(_plan_file(Path(work), model, spec))
-    return plan.target(PLANS, spec, digest, least, least_masking_of(spec))
+    return plan.target(PLANS, spec, digest, least, masking)
+
+
+def _signed_masking(spec: pb.Spec, *, roster: bool) -> LeastMasking | None:
+    masking = least_masking_of(spec)
+    if not roster:
+        return masking
+    if masking is None:
+        raise InvalidInput(
+            "a roster of devices protects masked rounds, and this run is not masked; leave out "
+            "--roster, or sign a run with --mask"
+        )
+    return replace(masking, roster=True)
 
 
 async def _plan_file(work: Path, model: Path, spec: pb.Spec) -> PlanFile:

@@ -8,13 +8,15 @@ from tests.faults.lab import LAB, NAMES, REAL, instant, strike
 
 from triplane.cloud.federation import journal
 from triplane.cloud.federation.run_projection import follow
-from triplane.cloud.federation.spec import hyper_of
+from triplane.cloud.federation.spec import hyper_of, robustness_of
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.blobs import digest_of
 from triplane.unified_ir.federated.algorithms import algorithm
+from triplane.unified_ir.federated.algorithms.aggregators import reduce_round
 from triplane.unified_ir.federated.core import learn
+from triplane.unified_ir.federated.core.draws import Draws
 from triplane.unified_ir.federated.core.files import read_state, write_state
-from triplane.unified_ir.federated.core.reduce import reduce
+from triplane.unified_ir.federated.core.limits import RoundUpdate
 from triplane.unified_ir.federated.core.run import Arrived, Outcome, Phase, Reduced
 from triplane.unified_ir.runtime import Plan
 
@@ -121,23 +123,33 @@ def replayed(lab, run_id):
     plan = Plan.load(folder / prepared.plan)
     state = read_state(folder / prepared.state, plan=plan.digest)
     slots: dict[str, np.ndarray] = {}
+    states = {prepared.state: state}
     projection, reduced = journal.first_projection(entry), 0
     for event in events:
-        if isinstance(event, Reduced) and projection.state.phase is Phase.REDUCING:
-            updates = [
-                again(plan, state, projection.state.round, x, entry.spec)
-                for x in counted(projection)
-            ]
-            state, slots = reduce(
-                state, slots, updates, weighting=prepared.weighting,
-                server=algorithm(entry.spec.algorithm).server, hyper=hyper_of(entry.spec),
-            )  # fmt: skip
+        before = projection.state
+        if isinstance(event, Reduced) and before.phase is Phase.REDUCING:
+            # The run may have returned to an earlier state, and begun its optimizer again there.
+            slots = {} if before.fresh_optimizer else slots
+            state, slots = reduced_again(plan, states[before.shared], slots, projection, entry)
             write_state(lab.folder / "again", state, prepared.roles, plan=plan.digest)
             assert digest_of(lab.folder / "again").hex() == event.shared
+            states[event.shared] = state
             reduced += 1
         projection, _ = follow(projection, event)
     assert projection == last
     return reduced
+
+
+def reduced_again(plan, state, slots, projection, entry):
+    """The next state and slots of a round's updates within the limits, learnt once more."""
+    spec, found = entry.spec, projection.state.round
+    updates = [RoundUpdate(*again(plan, state, found, x, spec)) for x in counted(projection)]
+    done = reduce_round(
+        state, slots, updates, robustness=robustness_of(spec),
+        draws=Draws(spec.seed, found.number, "", "buckets"), weighting=entry.prepared.weighting,
+        server=algorithm(spec.algorithm).server, hyper=hyper_of(spec),
+    )  # fmt: skip
+    return done.state, done.slots
 
 
 def counted(projection):

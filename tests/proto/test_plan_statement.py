@@ -90,6 +90,9 @@ MASKED = replace(STATEMENT, masking=LeastMasking(0.1, 1e-9))
 
 def test_a_statement_that_demands_masking_is_read_as_it_was_written():
     assert PlanStatement.read(PATH, MASKED.custom()) == MASKED
+    listed = replace(STATEMENT, masking=LeastMasking(0.1, 1e-9, roster=True))
+    assert PlanStatement.read(PATH, listed.custom()) == listed
+    assert "roster" not in MASKED.custom()["masking"], "as earlier releases wrote and read it"
     assert "masking" not in STATEMENT.custom(), "statements of earlier releases stay valid"
 
 
@@ -100,6 +103,8 @@ def test_a_statement_that_demands_masking_is_read_as_it_was_written():
         '{"colluding_share": 1, "failure": 0.1}', '{"colluding_share": -0.1, "failure": 0.1}',
         '{"colluding_share": 0.1, "failure": 0}', '{"colluding_share": NaN, "failure": 0.1}',
         '{"colluding_share": 0.1, "failure": 0.1, "more": 1}', '{"colluding_share": "0"}',
+        '{"colluding_share": 0.1, "failure": 0.1, "roster": 2}', '{"roster": 1}',
+        '{"colluding_share": 0.1, "failure": 0.1, "roster": true}',
     ],
 )  # fmt: skip
 def test_a_demand_for_masking_that_is_not_one_is_corrupt(text):
@@ -131,7 +136,20 @@ def test_a_policy_may_demand_masking(masking, reason):
     assert (reason in said) if reason else said == ""
 
 
+def test_a_policy_may_demand_a_roster():
+    policy = PlanPolicy({"digits": replace(RULE, masking=LeastMasking(0.1, roster=True))})
+    assert PlanPolicy.parse(policy.text()) == policy
+    without, with_one = (
+        policy.refusal(replace(STATEMENT, algorithm="maml", masking=LeastMasking(0.1, roster=r)))
+        for r in (False, True)
+    )
+    assert "it must demand a signed roster of devices" in without
+    assert with_one == ""
+
+
 def test_the_stricter_of_two_demands_counts():
+    listed = LeastMasking(0.0, 1e-3, roster=True)
+    assert LeastMasking(0.1, 1e-3).stricter(listed) == LeastMasking(0.1, 1e-3, roster=True)
     assert LeastMasking(0.1, 1e-3).stricter(LeastMasking(0.0, 1e-9)) == LeastMasking(0.1, 1e-9)
 
 

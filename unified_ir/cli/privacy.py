@@ -25,8 +25,6 @@ NOISE: Final = "privacy"
 """Parameter of a command that has the options of noise that were set."""
 MASKING: Final = "masking"
 """The same for masking; None without `--mask`."""
-CENTRAL: Final = "central"
-DISTRIBUTED: Final = "distributed"
 # fmt: off
 NOISE_FIELDS: Final = {
     "noise": "placement", "epsilon": "epsilon", "delta": "delta", "clip": "clip",
@@ -68,7 +66,7 @@ beside it the devices add the noise, which then protects from the cloud, too.
 def privacy_options() -> list[click.Parameter]:
     """Return the options of noise and of masking."""
     from triplane.unified_ir.federated.privacy import accountant, budget, central, clipping
-    from triplane.unified_ir.federated.privacy.settings import CLIP, PLACEMENTS
+    from triplane.unified_ir.federated.privacy.settings import CENTRAL, CLIP, PLACEMENTS
 
     share = click.FloatRange(0, 1, max_open=True)
     return [
@@ -148,6 +146,8 @@ def privacy_set(params: dict[str, Any]) -> dict[str, Any]:
     Their values are dictionaries with the names of the wire, or None. UsageError: an option has no
     effect beside the others.
     """
+    from triplane.unified_ir.federated.privacy.settings import DISTRIBUTED
+
     names = (*NOISE_FIELDS, *MASKING_FIELDS, "mask")
     values = {name: v for name in names if (v := params.pop(name, None)) is not None}
     for name, needed in NEEDS.items():

@@ -45,9 +45,13 @@ def test_a_new_rule_shows_the_bounds_of_the_one_that_it_replaces(monkeypatch):
     least: Any = {"least_devices": 2, "least_batch": 2, "least_steps": 1}
     cloud: Any = None
     record, text = plan_policies.allow_plans(
-        cloud, model="m", algorithms=(), tensors=("w",), masked=0.1, keys=Path(), **least
-    )
+        cloud, model="m", algorithms=(), tensors=("w",), masked=0.1, roster=True, keys=Path(),
+        **least,
+    )  # fmt: skip
     assert "masked against a share of 0.1 colluding devices" in text
-    assert json.loads(record["plans"]["m"]["masking"])["colluding_share"] == 0.1
+    assert "a probability of 1e-06, with a signed roster" in text
+    assert json.loads(record["plans"]["m"]["masking"]) == {
+        "colluding_share": 0.1, "failure": 1e-6, "roster": 1
+    }  # fmt: skip
     assert "algorithms *, at least 2 devices, 2 samples in a step, 1 steps" in text
     assert "before: algorithms fedavg, at least 10 devices, 32 samples in a step, 2 steps" in text

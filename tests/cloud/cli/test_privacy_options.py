@@ -97,6 +97,14 @@ def test_options_that_were_set_are_in_the_request_and_others_are_the_cloud_s():
     assert masked == pb.MaskedRounds(least=4, lost_share=0.2, colluding_share=0.05, failure=1e-9)
 
 
+def test_the_time_of_a_step_is_an_option_of_masked_runs():
+    assert spec_of("--mask", "--phase-s", "2min").masking == pb.MaskedRounds(phase_s=120.0)
+    with pytest.raises(click.UsageError, match="--phase-s has no effect without --mask"):
+        spec_of("--phase-s", "60")
+    with pytest.raises(click.UsageError, match="above 0"):
+        spec_of("--mask", "--phase-s", "0")
+
+
 def test_help_teaches_what_epsilon_is():
     for verb in (RUN, SIMULATE):
         text = " ".join(CliRunner().invoke(verb, ["--help"]).output.split())

@@ -31,7 +31,7 @@ def test_a_masked_run_says_what_its_masking_holds():
     assert "over 6 or more devices, after 6 of them have signed" in lines[1]
     assert "at most 1 devices are lost and at most 1 collude" in lines[2]
     assert "masked: the cloud learns sums over 6 or more devices" in headline(run)
-    assert run_text(run).splitlines()[1:4] == lines
+    assert run_text(run).splitlines()[1:5] == lines
     run.spec.ClearField("masking")
     assert masking_lines(run) == []
     assert "masked" not in headline(run)

@@ -135,7 +135,9 @@ class MaskedDevice(Device):
             return pb.MaskingAnswer(shares=wire.shares_message(ours.device.share(cohort)))
         if step == "mask":
             made = ours.device.mask(wire.delivery_of(body.mask), ours.vectors)
-            message = pb.MaskedInput(position=made.position, signature=made.signature)
+            message = pb.MaskedInput(
+                position=made.position, signature=made.signature, unopened=made.unopened
+            )
             if len(made.data) <= task.inline_bytes:
                 message.data = made.data
             else:

@@ -164,7 +164,9 @@ def test_commits_that_fail_while_answers_are_taken_change_no_sum(tmp_path, monke
 @pytest.mark.long
 @pytest.mark.parametrize("step", ["share", "mask", "sign", "unmask"])
 def test_a_device_lost_in_a_step_is_in_the_sum_only_if_its_input_came(tmp_path, step):
-    request = masked_request(5, lost_share=0.2, phase_s=1.0, rounds=1)
+    # The shares are waited for until the deadline of the round.
+    cohort = {"deadline_s": 20.0 if step == "share" else 600.0}
+    request = masked_request(5, lost_share=0.2, phase_s=1.0, rounds=1, cohort=cohort)
     run, devices, states = within(
         run_of(tmp_path, 5, request, lambda devices: devices[2].lost.update({1: step}))
     )
@@ -259,11 +261,15 @@ def test_the_run_says_whose_shares_made_a_round_fail_and_other_devices_do_not_le
 
     run, devices, _ = within(run_of(tmp_path, 3, masked_request(3), prepare))
     assert run.phase == pb.Run.STOPPED
-    assert "recover the self mask of 'bob'" in run.rounds[0].given_up
+    assert "neighbours of 'bob' (" in run.rounds[0].given_up
     assert run.rounds[0].given_up in run.reason
-    settled = [s.reason for d in devices for work in d.heard for s in work.settled]
-    assert settled
-    assert {*settled} == {"the round was given up"}
+    ((refusal),) = run.refusals.reasons
+    assert "could not open the shares that it sealed" in refusal.newest
+    settled = {(d.name, s.reason) for d in devices for work in d.heard for s in work.settled}
+    assert settled, "what they heard before the run was over"
+    assert settled <= {
+        ("bob", refusal.newest), *((d, "the round was given up") for d in ("ann", "cem"))
+    }  # fmt: skip
 
 
 @pytest.mark.long

@@ -134,6 +134,31 @@ def test_a_device_that_takes_weight_from_the_others_does_not_lengthen_the_mean(m
     assert "so a device lied, and the state is kept" in failure
 
 
+def test_the_sender_of_garbage_is_refused_and_learns_no_name_of_another_device():
+    play = Play().through(MaskedStep.SHARES)
+    answers = play.honest(MaskedStep.SHARES)
+    for i, sealed in answers[1].message.shares.sealed.items():
+        answers[1].message.shares.sealed[i] = bytes(len(sealed))
+    assert play.cohort.take(MaskedStep.SHARES, answers) == ({}, "")
+    refused, failure = play.cohort.take(MaskedStep.INPUTS, play.honest(MaskedStep.INPUTS))
+    assert refused == {
+        "bob": "4 of its 4 neighbours could not open the shares that it sealed for them"
+    }
+    assert "neighbours of 'bob' (" in failure
+    assert all(f"'{name}' (" in failure for name in NAMES)
+
+
+def test_a_device_that_accuses_falsely_cannot_make_another_one_refused():
+    play = Play().through(MaskedStep.INPUTS)
+    answers = play.honest(MaskedStep.INPUTS)
+    own = answers[0].message.input.position
+    answers[0].message.input.unopened.extend(i for i in range(len(NAMES)) if i != own)
+    assert play.cohort.take(MaskedStep.INPUTS, answers) == ({}, "")
+    for step in (MaskedStep.SIGNATURES, MaskedStep.REVEALS):
+        assert play.cohort.take(step, play.honest(step)) == ({}, "")
+    assert play.cohort.mean.devices == len(NAMES)
+
+
 def spoilt(message, step, data, how, at):
     """An answer with other bytes: parsed from any, flipped in one place, or in one field."""
     made = pb.MaskingAnswer()

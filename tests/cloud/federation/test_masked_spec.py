@@ -40,6 +40,7 @@ def test_three_devices_of_three_are_masked_without_losses_or_colluders():
     assert filled.masking.HasField("lost_share")
     assert "masking for 3 devices" in masking_text(filled)
     assert "at most 0 collude" in masking_text(filled)
+    assert "each step after learning takes at most 30 s" in masking_text(filled)
 
 
 def test_a_run_in_the_clear_has_no_fields_of_masking():

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 from tests.cloud.federation import given
+from tests.cloud.federation.masked import masked_request
 from tests.support.deadlines import within
 from tests.support.plan_signatures import PlanSigner
 
@@ -18,7 +19,13 @@ from triplane.cloud.trust.rosters import change_roster
 from triplane.cloud.trust.signing import Signer, sign_plan_policy
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
-from triplane.proto.plan_statement import Least, PlanPolicy, PlanRule, PlanStatement
+from triplane.proto.plan_statement import (
+    Least,
+    LeastMasking,
+    PlanPolicy,
+    PlanRule,
+    PlanStatement,
+)
 from triplane.proto.targets import plan_target
 
 ALL = PlanRule(("*",), ("*",))
@@ -194,6 +201,24 @@ def test_a_signer_refuses_a_plan_of_another_model_file_than_the_reviewed_one(tmp
     async def story(cloud, run_id):
         with pytest.raises(Corrupt, match="as you expect"):
             await signed(cloud, run_id, tmp_path, model_digest=bytes(32))
+
+    story_of(tmp_path, story)
+
+
+@pytest.mark.long
+def test_a_masked_run_waits_for_the_roster_that_its_signature_demands(tmp_path):
+    async def story(cloud, plain_id):
+        masked = await cloud.federation.begin(masked_request(3), by="operator")
+        await until(cloud, masked.id, waits)
+        with pytest.raises(InvalidInput, match="this run is not masked"):
+            await signed(cloud, plain_id, tmp_path, roster=True)
+        result = await signed(cloud, masked.id, tmp_path, roster=True)
+        assert result.targets[0].statement.masking == LeastMasking(0.0, 1e-6, roster=True)
+        await until(cloud, masked.id, lambda run: "waits for a roster of devices" in run.reason)
+        await asyncio.to_thread(
+            change_roster, Source(cloud), lambda _: frozenset({bytes(32)}), tmp_path / "keys"
+        )
+        await until(cloud, masked.id, gathers)
 
     story_of(tmp_path, story)
 

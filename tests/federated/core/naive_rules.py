@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import Any, Final
 
 from triplane.unified_ir.federated.core.run import (
-    NEWEST_RULES,
     RULES_WITH_PAUSES,
     RULES_WITH_RESTS,
+    RULES_WITH_WATCHES,
     Answered,
     Arrived,
     Asked,
@@ -196,7 +196,7 @@ def _refuse(state: RunState, event: Refused) -> tuple[RunState, Effects]:
     done = replace(lease, outcome=Outcome.REFUSED, reason=event.reason)
     missed = state.members[event.device].missed
     state, effects = _settle(state, replace(done, bytes_down=event.bytes_down))
-    if state.rules >= NEWEST_RULES:
+    if state.rules >= RULES_WITH_WATCHES:
         until = state.turn[0] + 1 + min(2**missed, 32)
         member = replace(state.members[event.device], missed=min(missed + 1, 32), rests_until=until)
         state = _with(state, member)
@@ -238,7 +238,7 @@ def _reduce(state: RunState, event: Reduced) -> tuple[RunState, Effects]:
     turn = (number, True) if judged else (number + 1, False)
     members = dict(state.members)
     for lease in state.round.leases if state.round else ():
-        if lease.outcome is Outcome.COUNTED and state.rules >= NEWEST_RULES:
+        if lease.outcome is Outcome.COUNTED and state.rules >= RULES_WITH_WATCHES:
             members[lease.device] = replace(members[lease.device], included_lease=lease.id)
     after = replace(state, shared=event.shared, attempt=0, members=members)
     return _gather(after, turn, event.at_s), ()

@@ -70,21 +70,101 @@ def test_hostile_shares(round_, change):
     assert_goes_on(round_)
 
 
-def test_garbage_for_the_neighbours_is_never_revealed_and_its_sender_is_named(round_):
+def shared_with_garbage(round_, receivers):
+    """Device 0 seals garbage for these neighbours."""
     round_.advertise()
     for i in range(5):
         shares = round_.devices[i].share(round_.cohort)
         if i == 0:
-            shares = replace(shares, sealed={j: bytes(len(s)) for j, s in shares.sealed.items()})
+            garbage = {j: bytes(len(shares.sealed[j])) for j in receivers}
+            shares = replace(shares, sealed={**shares.sealed, **garbage})
         round_.cloud.add_shares(shares)
     round_.deliveries = round_.cloud.delivery()
-    round_.mask(range(5), integers(round_))
+
+
+def inputs_of(round_, reports=None):
+    """Take the masked inputs; reports: what devices say they could not open, if they lie."""
+    for i in range(5):
+        masked = round_.devices[i].mask(round_.deliveries[i], integers(round_)(i))
+        if i in (reports or {}):
+            masked = replace(masked, unopened=reports[i])
+        round_.cloud.add_input(masked)
+
+
+def test_garbage_for_most_neighbours_ends_the_round_before_a_share_is_revealed(round_):
+    shared_with_garbage(round_, (1, 2, 4))
+    inputs_of(round_)
+    with pytest.raises(Unavailable) as ended:
+        round_.cloud.survivors()
+    assert str(ended.value) == (
+        "3 neighbours of 'device-00000' (0) must open the shares that it sealed for them, and 1 of "
+        "4 did; its shares did not open at 'device-00001' (1), 'device-00002' (2), 'device-00004' "
+        "(4): it sealed garbage for most of its neighbours"
+    )
+    assert round_.cloud.liars() == {
+        0: "3 of its 4 neighbours could not open the shares that it sealed for them"
+    }
+
+
+def test_garbage_for_one_neighbour_is_tolerated_and_that_neighbour_reveals_none(round_):
+    shared_with_garbage(round_, (1,))
+    inputs_of(round_)
+    round_.survivors = round_.cloud.survivors()
     round_.sign(range(5))
-    revealed = round_.devices[1].unmask(round_.requests[1])
-    assert sorted(revealed.self_masks) == [2, 3, 4]
-    # Nobody can remove its mask, and the error names it.
-    with pytest.raises(Unavailable, match=r"self mask of 'device-00000' \(0\) and 0 were revealed"):
-        round_.unmask(range(5))
+    assert sorted(round_.devices[1].unmask(round_.requests[1]).self_masks) == [2, 3, 4]
+    assert_goes_on(round_)
+
+
+def test_a_pair_is_named_where_shares_lack_at_the_end(round_):
+    shared_with_garbage(round_, (1,))
+    inputs_of(round_)
+    round_.survivors = round_.cloud.survivors()
+    round_.sign(range(5))
+    with pytest.raises(Unavailable, match=r"self mask of 'device-00000' \(0\) and 2 were") as ended:
+        round_.unmask(range(4))
+    assert "did not open at 'device-00001' (1): either it or they are at fault" in str(ended.value)
+    assert round_.cloud.liars() == {}
+
+
+def test_a_device_that_accuses_all_others_changes_nothing_for_them(round_):
+    to_inputs(round_)
+    inputs_of(round_, {2: (0, 1, 3, 4)})
+    assert list(round_.cloud.liars()) == [2]
+    round_.survivors = round_.cloud.survivors()
+    round_.sign(range(5))
+    assert_goes_on(round_)
+
+
+def test_devices_that_accuse_one_end_the_round_as_by_silence_and_are_named_with_it(round_):
+    to_inputs(round_)
+    inputs_of(round_, {1: (0,), 2: (0,)})
+    with pytest.raises(Unavailable) as ended:
+        round_.cloud.survivors()
+    assert "at 'device-00001' (1), 'device-00002' (2): either it or they" in str(ended.value)
+    assert round_.cloud.liars() == {}, "half of the neighbours are no majority"
+
+
+@pytest.mark.parametrize(
+    ("report", "text"),
+    [
+        ((0,), "was sent no shares of"),
+        ((4,), "was sent no shares of"),
+        ((1, 1), "rise strictly"),
+        ((2, 1), "rise strictly"),
+        ((5,), "rise strictly"),
+        ((-1,), "rise strictly"),
+    ],
+)
+def test_a_report_about_itself_or_about_a_device_that_did_not_share(round_, report, text):
+    round_.advertise()
+    round_.share(range(4))
+    genuine = round_.devices[0].mask(round_.deliveries[0], vectors_of(round_.terms.fields, 0))
+    with pytest.raises(InvalidInput, match=text):
+        round_.cloud.add_input(replace(genuine, unopened=report))
+    round_.mask(range(4), integers(round_))
+    round_.sign(range(4))
+    sums = round_.unmask(range(4))
+    assert sums[0].tolist() == sum_of(round_.terms.fields, range(4))[0].tolist()
 
 
 @pytest.mark.parametrize("data", [b"", b"\0", bytes(10_000)])

@@ -2,8 +2,9 @@
 
 The whole round is in the phase of collecting, with one lease for each device. A step takes one
 answer from each device that is left; when all are there, or its time is over, the cloud takes them
-(`Exchange`) and the next step begins (`Exchanged`). Devices learn before they answer `keys`, so
-that step has the deadline of a round, and the others have `phase_s`.
+(`Exchange`) and the next step begins (`Exchanged`). Devices learn before they answer `keys`, and
+may learn for another run when their shares are due, so those steps may last until the deadline of
+the round. The others have `phase_s`.
 
     lost in keys, shares or inputs           its update is not in the sum; the lease ends
     lost in signatures or reveals            its update stays in the sum; the lease is left open
@@ -35,6 +36,7 @@ from triplane.unified_ir.federated.core.lease_changes import (
 from triplane.unified_ir.federated.core.limits import EXAMPLES_FACTOR, lower_median
 from triplane.unified_ir.federated.core.masked_step import MaskedProgress, MaskedStep, StepAnswer
 from triplane.unified_ir.federated.core.run import (
+    NEWEST_RULES,
     UNWILLING,
     Effects,
     Exchange,
@@ -47,7 +49,6 @@ from triplane.unified_ir.federated.core.run import (
     RunState,
     Tell,
 )
-from triplane.unified_ir.federated.core.run_plan import RunPlan
 from triplane.unified_ir.federated.core.selection import note_asked
 
 REFUSED: Final = "masking"
@@ -67,10 +68,17 @@ def begun(state: RunState, chosen: Iterable[str], now_s: float) -> MaskedProgres
     return MaskedProgress(step=MaskedStep.KEYS, opened_s=now_s, cap=cap)
 
 
-def step_ends_s(plan: RunPlan, masked: MaskedProgress) -> float:
-    """Return when the step ends although answers are missing."""
-    time_s = plan.deadline_s if masked.step is MaskedStep.KEYS else plan.phase_s
-    return masked.opened_s + time_s
+def step_ends_s(state: RunState, masked: MaskedProgress) -> float:
+    """Return when the present step of the open round ends although answers are missing."""
+    plan, round_ = state.plan, state.round
+    assert round_ is not None
+    deadline_s, ends_s = round_.opened_s + plan.deadline_s, masked.opened_s + plan.phase_s
+    if masked.step is MaskedStep.KEYS:
+        return deadline_s
+    if masked.step is MaskedStep.SHARES and state.rules >= NEWEST_RULES:
+        # Nobody is spent before the inputs, so there is time for a device that is busy.
+        return max(deadline_s, ends_s)
+    return ends_s
 
 
 def is_in_step(lease: Lease, masked: MaskedProgress) -> bool:
@@ -124,7 +132,7 @@ def leave(state: RunState, lease: Lease, outcome: Outcome) -> Step:
 def lose_silent(state: RunState, round_: Round, masked: MaskedProgress, now_s: float) -> Step:
     """Take out the devices whose answer is overdue, or that were away for too long."""
     gone_s = now_s - state.plan.patience_s
-    if now_s >= step_ends_s(state.plan, masked):
+    if now_s >= step_ends_s(state, masked):
         silent: Iterable[Lease] = leases_of(round_).listed("waiting")
     else:
         silent = [x for x in away_since(round_, gone_s) if x.due]
@@ -271,17 +279,19 @@ def why_exhausted(state: RunState) -> str:
     """Return why no round can begin from this state any more, or empty."""
     if not state.spent:
         return ""
-    spent = frozenset(state.spent)
-    left = sum(m.examples > 0 and m.device not in spent for m in members_of(state).values())
+    unusable = {*state.spent}
+    if state.rules >= NEWEST_RULES:
+        unusable |= {*members_of(state).indexed("used_up").values()}
+    left = sum(m.examples > 0 and m.device not in unusable for m in members_of(state).values())
     needed = max(state.plan.quorum, state.plan.least)
     if left >= needed:
         return ""
     last = state.history[-1].given_up if state.history else ""
     why = f" (the last one: {last})" if last else ""
     return (
-        f"a device masks an update for one state only once, and {len(spent)} were asked to in "
-        f"rounds without a sum{why}; {left} others are left of {needed} needed. Add devices and "
-        "resume the run, or start a new one"
+        f"a device masks an update for one state only once, and {len(state.spent)} were asked "
+        f"to in rounds without a sum{why}; {left} others are left of {needed} needed. Add devices "
+        "and resume the run, or start a new one"
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from triplane.unified_ir.federated.core.limits import lower_median
 from triplane.unified_ir.federated.core.run import (
-    NEWEST_RULES,
+    RULES_WITH_WATCHES,
     UNWILLING,
     Ended,
     Lease,
@@ -59,7 +59,7 @@ def with_included(state: RunState, counted: Iterable[Lease]) -> RunState:
     """Return the state whose members know that these updates are in the next shared state."""
     members = state.members
     assert isinstance(members, Members)
-    for lease in counted if state.rules >= NEWEST_RULES else ():
+    for lease in counted if state.rules >= RULES_WITH_WATCHES else ():
         member = replace(members[lease.device], included_lease=lease.id)
         members = members.with_(lease.device, member)
     return replace(state, members=members)
@@ -72,7 +72,7 @@ def amended(state: RunState, **fields: Any) -> tuple[Ended, ...]:
 
 def watches(state: RunState) -> bool:
     """Return whether the run looks at the loss over devices."""
-    return state.rules >= NEWEST_RULES and state.plan.returns > 0
+    return state.rules >= RULES_WITH_WATCHES and state.plan.returns > 0
 
 
 def watched(state: RunState, round_: Round, counted: tuple[Lease, ...], *, short: bool) -> RunState:

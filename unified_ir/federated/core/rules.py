@@ -53,9 +53,9 @@ from triplane.unified_ir.federated.core.round_end import (
     with_included,
 )
 from triplane.unified_ir.federated.core.run import (
-    NEWEST_RULES,
     RULES_WITH_PAUSES,
     RULES_WITH_RESTS,
+    RULES_WITH_WATCHES,
     UNWILLING,
     Answered,
     Arrived,
@@ -91,6 +91,7 @@ from triplane.unified_ir.federated.core.selection import (
     chosen,
     count_learners,
     lacks_population,
+    lacks_uses,
     learners,
     note_published,
     waits_for,
@@ -131,7 +132,7 @@ def due_s(state: RunState) -> float | None:
             return None
         away = leases_of(state.round).indexed("away")
         ends_s = state.round.opened_s + state.plan.deadline_s
-        waits = [masked_round.step_ends_s(state.plan, masked) if masked else ends_s]
+        waits = [masked_round.step_ends_s(state, masked) if masked else ends_s]
     else:
         return None
     # Sorted by the time of leaving, so the first device whose patience has not ended is the next
@@ -255,7 +256,7 @@ def _refuse(state: RunState, event: Refused | Declined) -> Step:
         return state, ()
     ended = replace(lease, reason=event.reason, bytes_down=event.bytes_down)
     after, tells = masked_round.leave(state, ended, outcome)
-    if outcome is Outcome.REFUSED and state.rules >= NEWEST_RULES:
+    if outcome is Outcome.REFUSED and state.rules >= RULES_WITH_WATCHES:
         after = with_rest(state, after, lease.device)
     return after, tells
 
@@ -377,7 +378,7 @@ def _open(state: RunState, now_s: float) -> Step:
     number, evaluates = state.turn
     if number > state.plan.rounds:
         return replace(state, phase=Phase.FINISHING, reason="", since_s=now_s), (Finish(),)
-    if not evaluates and (why := masked_round.why_exhausted(state)):
+    if not evaluates and (why := masked_round.why_exhausted(state) or lacks_uses(state)):
         return replace(state, phase=Phase.STOPPED, reason=why, since_s=now_s), ()
     if now_s < state.not_before_s:
         why = state.history[-1].given_up if state.history else ""

@@ -55,8 +55,13 @@ RULES_WITH_PAUSES: Final = 2
 """Rules that asked silent devices again in every round."""
 RULES_WITH_RESTS: Final = 3
 """Rules that did not look at the loss over devices, and did not let refused devices rest."""
-NEWEST_RULES: Final = 4
+RULES_WITH_WATCHES: Final = 4
+"""Rules that let a masked round wait for shares for the time of a later step only, and a run wait
+for devices of which none may be used again."""
+NEWEST_RULES: Final = 5
 """Rules of new runs. The events of a run are always replayed by the rules with which it began."""
+NEVER: Final = (1 << 31) - 1
+"""`RunMember.used_round` of a device that was used as often as it may be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +129,8 @@ class Members(Records[RunMember]):
     Indexes: absent has the names of members without an open stream, away their (since when, name);
     learners and scorers have (`rests_until`, name) of the connected members that can learn or
     score; used has (`used_round`, name) of the learners that were used, used_resting of those with
-    a `rests_until`. known has the names of all members with examples.
+    a `rests_until`. known has the names of all members with examples, used_up those of them that
+    may not be used again.
     """
 
     __slots__ = ()
@@ -137,6 +143,7 @@ class Members(Records[RunMember]):
         "used":     _uses,
         "used_resting": lambda m: _uses(m) if m.rests_until else None,
         "known":    lambda m: m.device if m.examples > 0 else None,
+        "used_up":  lambda m: m.device if m.used_round == NEVER and m.examples > 0 else None,
     }
     # fmt: on
 

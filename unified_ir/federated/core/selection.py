@@ -17,13 +17,11 @@ from functools import partial
 from typing import Any, Final
 
 from triplane.unified_ir.federated.core.lease_changes import members_of
-from triplane.unified_ir.federated.core.run import Lease, RunState
+from triplane.unified_ir.federated.core.run import NEVER, NEWEST_RULES, Lease, RunState
 from triplane.unified_ir.federated.core.sorted_map import SortedMap
 
 MAX_NAMED: Final = 5
 """Number of absent devices that the reason of a waiting run names."""
-NEVER: Final = (1 << 31) - 1
-"""`RunMember.used_round` of a device that was used as often as it may be."""
 
 
 def learners(state: RunState) -> SortedMap[Any, str]:
@@ -91,6 +89,25 @@ def lacks_population(state: RunState) -> str:
         f"{state.plan.asked} devices a round that rest until {apart} rounds later need "
         f"{needed} devices, {known} have joined; wait for more, or begin a run with fewer devices "
         "a round or a shorter separation"
+    )
+
+
+def lacks_uses(state: RunState) -> str:
+    """Return why no round can begin before new devices join, or empty.
+
+    Too few of the devices that are known may ever be used again, so a wait for them has no end.
+    """
+    budget, members = state.plan.budget, members_of(state)
+    if budget is None or state.rules < NEWEST_RULES:
+        return ""
+    known, used_up = len(members.indexed("known")), len(members.indexed("used_up"))
+    left, needed = known - used_up, max(state.plan.quorum, state.plan.least)
+    if not used_up or left >= needed:
+        return ""
+    return (
+        f"{used_up} of {known} devices were used in {budget.most_uses} rounds, and none may be "
+        f"used more often (most uses); {left} are left of {needed} needed. Add devices and resume "
+        "the run, or start a new one"
     )
 
 

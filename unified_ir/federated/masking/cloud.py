@@ -30,6 +30,7 @@ from triplane.unified_ir.federated.masking.messages import (
     SurvivorSet,
     SurvivorSignature,
     UnmaskRequest,
+    check_positions,
 )
 from triplane.unified_ir.federated.masking.parameters import MAX_COHORT
 from triplane.unified_ir.federated.masking.primitives import (
@@ -43,6 +44,7 @@ from triplane.unified_ir.federated.masking.session import (
     self_mask_commitment,
 )
 from triplane.unified_ir.federated.masking.shamir import join_shares, parse_share, wrong_shares
+from triplane.unified_ir.federated.masking.unopened import UnopenedShares
 
 MAX_CHOICES: Final = 64
 """Sets of shares to try where more than half of the surplus is wrong: all, for up to 9 devices."""
@@ -71,6 +73,7 @@ class MaskingCloud:
         self._shares: dict[int, SealedShares] = {}
         self._commitments: dict[int, bytes] = {}
         self._receipts: dict[int, bytes] = {}
+        self._unopened = UnopenedShares()
         self._signatures: dict[int, bytes] = {}
         self._revealed: dict[int, RevealedShares] = {}
         self._suspects: set[int] = set()
@@ -154,16 +157,19 @@ class MaskingCloud:
             raise InvalidInput(f"{name} did not share its secrets, so its mask cannot be removed")
         if self._is_repeated(masked.position, masked.data):
             return
+        self._check_unopened(masked)
         signed = self._session.input_statement(masked.position, self._sharers)
         self._verify(masked.position, signed, masked.signature)
         self._total.add_encoded(masked.data)
         self._inputs[masked.position] = hashlib.sha256(masked.data).digest()
         self._receipts[masked.position] = masked.signature
+        self._unopened.add(masked.position, masked.unopened)
 
     def survivors(self) -> SurvivorSet:
         """End the phase of inputs and return the answer for every survivor."""
         self._require(MaskingPhase.INPUTS)
         self._survivors = self._enough(self._receipts, "sent a masked input")
+        self._check_opened()
         self._phase = MaskingPhase.SIGNATURES
         return SurvivorSet(positions=self._survivors)
 
@@ -238,6 +244,37 @@ class MaskingCloud:
         """Names of the devices whose sum `sum` returns."""
         return tuple(self._session.devices[i] for i in self._survivors)
 
+    def liars(self) -> dict[int, str]:
+        """Return which devices lied about sealed shares unless most of their neighbours did.
+
+        By position, with a reason for the device itself, which names no other one.
+        """
+        return self._unopened.liars(self._session) if self._unopened else {}
+
+    def _check_unopened(self, masked: MaskedInput) -> None:
+        """Check whose shares a device says it could not open: neighbours that shared."""
+        session, name = self._session, self._session.name(masked.position)
+        check_positions(masked.unopened, len(session), f"unopened shares of {name}")
+        neighbours = session.neighbours_among(masked.position, self._sharers)
+        if odd := sorted(set(masked.unopened) - set(neighbours)):
+            raise InvalidInput(f"{name} was sent no shares of {odd[:8]} that it could not open")
+
+    def _check_opened(self) -> None:
+        """Raise Unavailable if too few neighbours of a device could open its shares.
+
+        Its mask could not be removed from the sum, so nobody needs to reveal anything.
+        """
+        threshold = self._session.parameters.threshold
+        for position, senders in self._unopened.by_sender.items():
+            alive = self._session.neighbours_among(position, self._survivors)
+            able = len(alive) - len(senders)
+            if able < threshold:
+                raise Unavailable(
+                    f"{threshold} neighbours of {self._session.name(position)} must open the "
+                    f"shares that it sealed for them, and {able} of {len(alive)} did"
+                    f"{self._unopened.text(self._session, position)}"
+                )
+
     def _check_keys(self, advertisement: Advertisement) -> None:
         """Refuse keys that would make every device refuse the cohort."""
         keys = {advertisement.encryption_key, advertisement.mask_key}
@@ -262,7 +299,7 @@ class MaskingCloud:
         }
         commitment = self._commitments[position]
         what = f"the self mask of {self._session.name(position)}"
-        return self._join(shares, what, lambda s: self_mask_commitment(s) == commitment)
+        return self._join(position, shares, what, lambda s: self_mask_commitment(s) == commitment)
 
     def _mask_key(self, position: int) -> RoundKey:
         shares = {
@@ -272,11 +309,17 @@ class MaskingCloud:
         }
         public = self._session.advertisements[position].mask_key
         what = f"the mask key of {self._session.name(position)}, which was lost,"
-        secret = self._join(shares, what, lambda s: RoundKey.from_private(s).public == public)
+        secret = self._join(
+            position, shares, what, lambda s: RoundKey.from_private(s).public == public
+        )
         return RoundKey.from_private(secret)
 
     def _join(
-        self, shares: Mapping[int, bytes], what: str, matches: Callable[[bytes], bool]
+        self,
+        position: int,
+        shares: Mapping[int, bytes],
+        what: str,
+        matches: Callable[[bytes], bool],
     ) -> bytes:
         """Return the secret that matches. Unavailable for too few shares."""
         threshold = self._session.parameters.threshold
@@ -284,6 +327,7 @@ class MaskingCloud:
             raise Unavailable(
                 f"{threshold} shares recover {what} and {len(shares)} were revealed, by "
                 f"{len(self._revealed)} of {len(self._survivors)} survivors"
+                f"{self._unopened.text(self._session, position)}"
             )
         for chosen in self._choices(shares, threshold):
             try:

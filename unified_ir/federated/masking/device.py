@@ -131,7 +131,11 @@ class MaskingDevice:
         self._add_masks(total, neighbours)
         self._store.update(self._begun)
         signature = self._signer.sign(session.input_statement(position, sharers))
-        masked = MaskedInput(position=position, data=total.encode(), signature=signature)
+        # The report names who may have lied. Masks and what is revealed later are the same.
+        unopened = tuple(i for i in neighbours if i not in self._received)
+        masked = MaskedInput(
+            position=position, data=total.encode(), signature=signature, unopened=unopened
+        )
         self._sharers = sharers
         return self._answer("mask", delivery, masked)
 

@@ -161,16 +161,20 @@ class ShareDelivery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedInput:
-    """A device's masked vectors; the signature states with which sharers it masked."""
+    """A device's masked vectors; the signature states with which sharers it masked.
+
+    unopened: positions of the neighbours whose sealed shares it could not open.
+    """
 
     position: int
     data: bytes
     signature: bytes
+    unopened: tuple[int, ...] = ()
 
     @property
     def size_bytes(self) -> int:
         """Bytes of its contents."""
-        return 4 + len(self.data) + len(self.signature)
+        return 4 + len(self.data) + len(self.signature) + 4 * len(self.unopened)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

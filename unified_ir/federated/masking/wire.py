@@ -175,7 +175,9 @@ def delivery_of(message: pb.ShareDelivery) -> ShareDelivery:
 
 def input_message(masked: MaskedInput, blob: pb.Blob | None = None) -> pb.MaskedInput:
     """Return a masked input. blob: the name of its bytes, if they are not in the message."""
-    message = pb.MaskedInput(position=masked.position, signature=masked.signature)
+    message = pb.MaskedInput(
+        position=masked.position, signature=masked.signature, unopened=masked.unopened
+    )
     if blob is None:
         message.data = masked.data
     else:
@@ -185,7 +187,13 @@ def input_message(masked: MaskedInput, blob: pb.Blob | None = None) -> pb.Masked
 
 def input_of(message: pb.MaskedInput, data: bytes) -> MaskedInput:
     """Return a masked input. data: its bytes, which the message or a blob has."""
-    return MaskedInput(position=message.position, data=data, signature=message.signature)
+    _check_count(message.unopened)
+    return MaskedInput(
+        position=message.position,
+        data=data,
+        signature=message.signature,
+        unopened=tuple(message.unopened),
+    )
 
 
 def survivors_message(survivors: SurvivorSet) -> pb.SurvivorSet:

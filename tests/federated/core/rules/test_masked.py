@@ -13,6 +13,8 @@ from triplane.unified_ir.federated.core.masked_round import MAX_KEYS, answer_of
 from triplane.unified_ir.federated.core.masked_step import STEPS, MaskedStep, StepAnswer
 from triplane.unified_ir.federated.core.rules import due_s
 from triplane.unified_ir.federated.core.run import (
+    NEVER,
+    RULES_WITH_WATCHES,
     Declined,
     Exchange,
     Exchanged,
@@ -31,7 +33,6 @@ from triplane.unified_ir.federated.core.run import (
     Tell,
     Tick,
 )
-from triplane.unified_ir.federated.core.selection import NEVER
 from triplane.unified_ir.federated.privacy.budget import run_budget
 
 KEYS, SHARES, INPUTS, SIGNATURES, REVEALS = STEPS
@@ -154,19 +155,57 @@ def test_a_device_that_is_silent_in_a_step_counts_if_its_input_came(what):
     names = DEVICES[:4]
     state = through(begun(), names, what)
     state, _ = answered(state, names[:3], at_s=3.0)
-    assert due_s(state) == 31.0, "the time of a step begins with it"
-    state, effects = step(state, Tick(at_s=31.0))
+    ends_s = 60.0 if what is SHARES else 31.0
+    assert due_s(state) == ends_s, "the time of a step begins with it, or it is the round's"
+    state, effects = step(state, Tick(at_s=ends_s))
     assert exchanges(effects) == [list(names[:3])]
     stays = what.is_at_least(SIGNATURES)
     assert outcomes(state.round)[names[3]] is (Outcome.OPEN if stays else Outcome.LOST)
-    state, effects = step(state, exchanged(state, 32.0))
+    now_s = ends_s + 1.0
+    state, effects = step(state, exchanged(state, now_s))
     while state.phase is Phase.COLLECTING:
-        state, effects = answered(state, names[:3], 32.0)
+        state, effects = answered(state, names[:3], now_s)
         assert exchanges(effects) == [list(names[:3])]
-        state, effects = step(state, exchanged(state, 32.0))
+        state, effects = step(state, exchanged(state, now_s))
     ((order),) = reduces(effects)
     assert [x.device for x in order.leases] == list(names[: 3 + stays])
     assert state.members[names[3]].counted == stays
+
+
+def test_a_device_that_is_busy_when_its_shares_are_due_is_waited_for():
+    names = DEVICES[:4]
+    state = through(begun(), names, SHARES)
+    state, _ = answered(state, names[:3], at_s=3.0)
+    state, _ = step(state, Tick(at_s=59.0))
+    state, effects = step(state, answer(state, names[3], at_s=59.5))
+    assert exchanges(effects) == [list(names)]
+
+
+def test_a_device_that_is_gone_when_its_shares_are_due_is_lost_after_the_patience():
+    names = DEVICES[:4]
+    state = through(begun(patience_s=5.0), names, SHARES)
+    state, _ = answered(state, names[:3], at_s=3.0)
+    state, _ = step(state, Left(at_s=4.0, device=names[3]))
+    assert due_s(state) == 9.0
+    state, effects = step(state, Tick(at_s=9.0))
+    assert exchanges(effects) == [list(names[:3])]
+
+
+def test_shares_have_the_time_of_a_step_where_the_keys_took_the_time_of_the_round():
+    names = DEVICES[:4]
+    state, _ = answered(begun(quorum=3), names[:3], at_s=3.0)
+    state, _ = step(state, Tick(at_s=60.0))
+    state, _ = step(state, exchanged(state, 61.0))
+    assert (state.round.masked.step, due_s(state)) == (SHARES, 91.0)
+    again, _ = step(state, Restarted(at_s=80.0, epoch="e2"))
+    for name in names[:3]:
+        again, _ = step(again, Joined(at_s=80.0, device=name, examples=10))
+    assert due_s(again) == 110.0
+
+
+def test_shares_of_a_run_of_earlier_rules_have_the_time_of_a_step():
+    state = replace(through(begun(), DEVICES[:4], SHARES), rules=RULES_WITH_WATCHES)
+    assert due_s(state) == 31.0
 
 
 def test_a_device_that_was_away_too_long_leaves_at_the_next_step():
@@ -245,6 +284,24 @@ def test_a_device_is_used_once_it_was_asked_for_its_input_whatever_comes_of_the_
     assert state.charged == 0
 
 
+def test_devices_that_are_spent_and_those_that_are_used_up_make_no_round_together():
+    names = [f"d{number}" for number in range(8)]
+    members = {
+        n: RunMember(device=n, connected=True, examples=9, used_round=NEVER if i < 3 else 1)
+        for i, n in enumerate(names)
+    }
+    budget = run_budget(4.0, 1e-5, 6, most_uses=2)
+    before = replace(
+        fresh(masked_plan(budget=budget, clip=1.0, rounds=6)),
+        members=members, spent=tuple(names[3:7]), turn=(2, False),
+    )  # fmt: skip
+    state, _ = step(before, Tick(at_s=100.0))
+    assert state.phase is Phase.STOPPED
+    assert "4 were asked to in rounds without a sum; 1 others are left of 4 needed" in state.reason
+    older, _ = step(replace(before, rules=RULES_WITH_WATCHES), Tick(at_s=100.0))
+    assert older.phase is Phase.GATHERING, "as it was replayed before"
+
+
 def test_a_device_of_a_masked_round_rests_until_the_separation_is_over():
     state = private(separation=2, most_uses=9)
     assert state.phase is Phase.GATHERING, "4 devices a round, each in every second one, are 8"
@@ -293,6 +350,15 @@ def test_refused_answers_leave_the_round_and_are_counted():
     assert state.round.masked.step is SIGNATURES
     state, effects = answered(state, [names[0], *names[2:]])
     assert exchanges(effects) == [[names[0], *names[2:]]]
+
+
+@pytest.mark.parametrize("what", [INPUTS, REVEALS])
+def test_a_device_that_lied_rests_after_a_round_that_is_given_up(what):
+    names = DEVICES[:4]
+    state, _ = answered(through(begun(), names, what), names)
+    state, _ = step(state, exchanged(state, refused={names[1]: "it lied"}, failure="f"))
+    assert [n for n in names if state.members[n].rests_until > 1] == [names[1]]
+    assert state.refusals == {"masking": 1}
 
 
 def test_a_device_that_is_refused_again_rests_longer():

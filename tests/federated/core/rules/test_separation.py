@@ -12,16 +12,19 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core import rules
 from triplane.unified_ir.federated.core.rules import due_s
 from triplane.unified_ir.federated.core.run import (
+    NEVER,
     NEWEST_RULES,
+    RULES_WITH_WATCHES,
     Declined,
     Joined,
     Phase,
     Reduced,
+    Resumed,
     RunMember,
     RunState,
     Tick,
 )
-from triplane.unified_ir.federated.core.selection import NEVER, count_learners, learners
+from triplane.unified_ir.federated.core.selection import count_learners, learners
 from triplane.unified_ir.federated.privacy.budget import RunBudget, run_budget
 
 
@@ -114,6 +117,42 @@ def test_devices_that_rest_are_named_while_a_round_waits_for_them():
     assert state.phase is Phase.GATHERING, "given up"
     state, _ = step(state, Tick(at_s=50.0))
     assert not {x.device for x in state.round.leases} & set(first), "round 2 again, of the others"
+
+
+def used_up(rules=NEWEST_RULES, quorum=2):
+    """Return the run after a round of two devices of three, which may be used once."""
+    asked = private(separation=1, most_uses=1)
+    fields = {f: getattr(asked, f) for f in ("devices", "asked", "rounds", "budget")}
+    state, _ = begun(names(3), quorum=quorum, **fields)
+    state = replace(state, rules=rules)
+    for lease in state.round.leases:
+        state, _ = step(state, arrived(state, lease.device))
+    return reduced(state, 2.0)
+
+
+def test_a_run_whose_devices_may_not_be_used_again_stops_and_goes_on_with_new_ones():
+    state = used_up()
+    assert state.phase is Phase.STOPPED
+    assert state.reason.startswith(
+        "2 of 3 devices were used in 1 rounds, and none may be used more often (most uses); 1 are "
+        "left of 2 needed. Add devices"
+    )
+    stopped, _ = step(state, Resumed(at_s=3.0, reason="go"))
+    assert stopped.phase is Phase.STOPPED, "nobody is new"
+    state, _ = step(state, Joined(at_s=4.0, device="new", examples=4))
+    state, _ = step(state, Resumed(at_s=5.0, reason="go"))
+    assert {x.device for x in state.round.leases} > {"new"}
+
+
+def test_a_run_goes_on_while_devices_that_may_be_used_make_its_quorum():
+    state, _ = step(used_up(quorum=1), Tick(at_s=100.0))
+    assert (state.phase, len(state.round.leases)) == (Phase.COLLECTING, 1)
+
+
+def test_a_run_of_earlier_rules_waits_for_devices_of_which_none_may_be_used_again():
+    state, _ = step(used_up(RULES_WITH_WATCHES), Tick(at_s=100.0))
+    assert state.phase is Phase.GATHERING
+    assert "more may not be asked" in state.reason
 
 
 def test_a_plan_has_no_more_rounds_than_its_budget_allows():
