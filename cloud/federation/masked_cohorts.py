@@ -1,7 +1,8 @@
 """The masked rounds of live runs: their terms, their cohorts, and what their devices are asked.
 
-The answers of devices are on the disk before a run's journal names them. A cohort is computed from
-those that were taken; a process that was killed does so again before it greets any device.
+The answers of devices are on the disk before the next step of their round begins. A cohort is
+computed from those that were taken; a process that was killed, or whose commit failed, does so
+again before any device is asked the next step.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -65,11 +67,16 @@ class RoundTerms:
 
 @dataclass(slots=True)
 class _OpenCohort:
-    """The masked round that a run is in. cohort: None until an answer was taken."""
+    """The masked round that a run is in. cohort: None until an answer was taken.
+
+    lock: held by the thread that takes answers. An exchange whose answers could not be committed
+    may still be under way when it is repeated.
+    """
 
     turn: Turn
     terms: RoundTerms
     cohort: MaskedCohort | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class MaskedCohorts:
@@ -179,12 +186,16 @@ class MaskedCohorts:
         self, record: RunRecord, state: RunState, order: Exchange
     ) -> tuple[Mapping[str, str], Mapping[str, tuple[str, ...]], str]:
         known = self._of(record, state)
-        if known.cohort is None or not known.cohort.is_at(order.step):
-            self._replayed(record, state)
-        assert known.cohort is not None
-        answers = [self._answer(record, lease, order.step) for lease in order.leases]
-        refused, failure = known.cohort.take(order.step, answers)
-        return refused, known.cohort.left_out, failure and failure + _silent_text(state, order)
+        with known.lock:
+            cohort = known.cohort
+            if cohort is None or not cohort.is_at(order.step):
+                cohort = self._replayed(record, state)
+            answers = [self._answer(record, lease, order.step) for lease in order.leases]
+            refused, failure = cohort.take(order.step, answers)
+            if failure:
+                # Without these answers: if they are not committed, others take their place.
+                self._replayed(record, state)
+        return refused, cohort.left_out, failure and failure + _silent_text(state, order)
 
     def _replayed(self, record: RunRecord, state: RunState) -> MaskedCohort:
         """Compute the cohort from the answers that were taken."""

@@ -21,12 +21,17 @@ from tests.cloud.federation.masked import NORM, MaskedDevice, masked_request, we
 from tests.support.deadlines import within
 
 from triplane.cloud.cli.runs import run_text
+from triplane.cloud.federation import live
+from triplane.cloud.federation.live import LiveRun
 from triplane.cloud.registry import Push
 from triplane.cloud.server import running
 from triplane.cloud.trust.rosters import change_roster
 from triplane.proto import federation_pb2 as pb
+from triplane.proto.disk import NoRoom
 from triplane.proto.identity import key_digest
 from triplane.unified_ir.federated.core.files import INLINE_BYTES, read_state
+from triplane.unified_ir.federated.core.masked_step import STEPS
+from triplane.unified_ir.federated.core.run import Exchanged
 from triplane.unified_ir.federated.masking import range_for
 
 NAMES = ("ann", "bob", "cem", "dia", "eli", "fay")
@@ -134,6 +139,28 @@ def test_the_state_of_a_masked_run_moves_by_the_weighted_mean_of_the_updates(
         assert tasks["ann"].masking.encoding.cap == cap
         assert len(secrets_of[0].sections) == 1 + (model == "own")
         check_mean(states[number, False], states[following], secrets_of, cap)
+
+
+@pytest.mark.long
+def test_commits_that_fail_while_answers_are_taken_change_no_sum(tmp_path, monkeypatch):
+    """The cohort has taken the answers by then; the devices send them once more."""
+    monkeypatch.setattr(live, "RETRY_S", 0.0)
+    commit, tried = LiveRun._commit, set()
+
+    async def refused_once(self, before, batch):
+        step = next((x.event.step for x, _ in batch.steps if isinstance(x.event, Exchanged)), None)
+        if step is not None and (step, batch.state.state.turn[0]) not in tried:
+            tried.add((step, batch.state.state.turn[0]))
+            raise NoRoom("the database has no room")
+        return await commit(self, before, batch)
+
+    monkeypatch.setattr(LiveRun, "_commit", refused_once)
+    run, devices, states = within(run_of(tmp_path, 3, masked_request(rounds=1)))
+    assert run.phase == pb.Run.DONE, run.reason
+    assert len(tried) == len(STEPS)
+    assert (run.rounds[0].counted, run.rounds[0].lost) == (3, 0)
+    secrets_of = [next(iter(d.open.values())) for d in devices]
+    check_mean(states[1, False], states[1, True], secrets_of, 24)
 
 
 @pytest.mark.long
