@@ -25,6 +25,7 @@ from triplane.device.memory import (
     PendingUpdate,
     PersonalState,
     UpdateFacts,
+    check_base,
     unsettled,
 )
 from triplane.device.model import SHARED, DeviceModel, ModelChoice
@@ -194,6 +195,7 @@ class TaskRunner:
             # The update of this lease was stored before a crash or a lost link: send the same
             # bytes, unless its plan is not signed any more (or never was: an earlier release).
             if pending.facts.lease == task.lease and not task.step:
+                check_base(pending.facts, task.state.sha256)
                 if pending.layout and not task.takes_vector:
                     # The cloud is of an earlier release now: learn again, for a file.
                     self.memory.settle(pending, counted=False)
@@ -250,11 +252,11 @@ class TaskRunner:
         )
         facts = _update_facts(task, learned.examples, learned.loss, began_s)
         change = learned.change
+        if masked is not None:  # which clips it, and says whether it was
+            return self._advertised(plan, task, masked, facts, change)
         if task.noise is not None:
             change = {name: np.array(x) for name, x in change.items()}
             clip(change, task.noise.clip)
-        if masked is not None:
-            return self._advertised(plan, task, masked, facts, change)
         return self._contribution_of(self._written(plan, task, facts, change), task, stop)
 
     def _begun(self, plan: Plan, task: Task) -> "MaskedRound":
@@ -393,8 +395,7 @@ class TaskRunner:
             update.vector.CopyFrom(pb.UpdateVector(data=data or b"", layout=pending.layout))
         elif data is not None:
             update.inline = data
-        lease = bytes.fromhex(facts.lease)
-        return pb.Contribution(run=facts.run, round=facts.round, lease=lease, update=update)
+        return task.contribution(update=update)
 
     def _fetch(
         self, blob: Blob, into: BlobFolder, wanted: frozenset[bytes], stop: StopToken
@@ -582,6 +583,7 @@ def _update_facts(task: Task, examples: int, loss: float, began_s: float) -> Upd
         examples=examples,
         loss=loss,
         seconds=time.monotonic() - began_s,
+        base=task.state.sha256.hex(),
     )
 
 

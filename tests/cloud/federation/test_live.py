@@ -13,6 +13,7 @@ from tests.cloud.federation.journals import PREPARED, entry
 
 from triplane.cloud.federation import journal, live
 from triplane.cloud.federation.live import LiveRun
+from triplane.cloud.federation.live_runs import LiveRuns
 from triplane.cloud.federation.spec import with_defaults
 from triplane.cloud.store import Database
 from triplane.proto import federation_pb2 as pb
@@ -399,3 +400,23 @@ def test_a_run_that_is_over_does_not_say_that_it_waits_for_room(tmp_path, monkey
         return it.run.projection.state.reason
 
     assert played(tmp_path, tell) in {"lunch", "the result cannot be used: the state is damaged"}
+
+
+def test_a_run_of_an_earlier_process_shares_its_plan_before_it_is_live_again(tmp_path):
+    """Else another run could remove a state that it is about to need."""
+    stored, other = entry(id="1" * 16), entry(id="2" * 16)
+    strange = replace(other, prepared=replace(PREPARED, plan_digest="another"))
+    worker: Any = Reducer()
+
+    async def life():
+        with contextlib.closing(Database.open(f"sqlite:///{tmp_path / 'cloud.db'}")) as database:
+            runs = LiveRuns(database, lambda: 1.0, "e")
+            assert not runs.shares_plan(other)
+            runs.expect([stored])
+            shared = [runs.shares_plan(x) for x in (other, stored, strange)]
+            run = runs.add(stored, journal.first_projection(stored), worker, worker)
+            shared.append(runs.shares_plan(other))
+            await runs.drop(run)  # as where the disk has no room
+            return [*shared, runs.shares_plan(other)]
+
+    assert asyncio.run(life()) == [True, False, False, True, True]

@@ -1,6 +1,7 @@
 """Whole masked runs over mutual TLS: sums, losses, dishonest devices, devices that are spent."""
 
 import asyncio
+import itertools
 import secrets
 
 import numpy as np
@@ -19,6 +20,7 @@ from tests.cloud.federation.given import (
 from tests.cloud.federation.masked import NORM, MaskedDevice, masked_request, weighted_mean
 from tests.support.deadlines import within
 
+from triplane.cloud.cli.runs import run_text
 from triplane.cloud.federation import live
 from triplane.cloud.federation.live import LiveRun
 from triplane.cloud.registry import Push
@@ -281,6 +283,60 @@ def test_a_sum_beyond_what_honest_devices_can_send_is_refused(tmp_path):
     run, _, _ = within(run_of(tmp_path, 3, request, prepare))
     assert run.phase == pb.Run.STOPPED
     assert "so a device lied, and the state is kept" in run.rounds[0].given_up
+
+
+def bounds_of(devices):
+    """(norms of parameters, norms of buffers) that devices were told, by round."""
+    told = {
+        (t.round, t.masking.encoding.norm, t.masking.encoding.buffer_norm)
+        for d in devices
+        for t, _ in d.answers
+    }
+    rounds = sorted(told)
+    assert [n for n, *_ in rounds] == list(range(1, len(rounds) + 1)), "one bound in a round"
+    return [p for _, p, _ in rounds], [b for _, _, b in rounds]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", ["tiny", "own"])
+def test_the_bound_follows_the_updates_from_round_to_round(tmp_path, model):
+    """Models with and without float buffers, whose bound is one of its own."""
+    request = masked_request(3, norm="adaptive:64", rounds=8, model=model)
+    run, devices, _ = within(run_of(tmp_path, 3, request))
+    assert run.phase == pb.Run.DONE, run.reason
+    assert run.spec.robustness.norm_bound == "adaptive:64"
+    norms, buffer_norms = bounds_of(devices)
+    assert norms[0] == buffer_norms[0] == 64
+    for before, after in itertools.pairwise(norms):
+        share = (np.log(before / after) + 0.5) * 3
+        assert share == pytest.approx(round(share)), "a count of three devices"
+    assert [r.norm_bound for r in run.rounds if not r.evaluates] == norms
+    assert "norm bound 64" in run_text(run)
+    assert norms[4] == pytest.approx(64 * np.exp(-2)), "all were short"
+    assert (buffer_norms[1] < 64) is (model == "own")
+
+
+@pytest.mark.long
+def test_a_device_that_lies_about_its_bit_moves_the_bound_by_its_bit(tmp_path):
+    def prepare(devices):
+        devices[0].bits = 0
+
+    request = masked_request(3, norm="adaptive:64", rounds=3)
+    run, devices, _ = within(run_of(tmp_path, 3, request, prepare))
+    assert run.phase == pb.Run.DONE, run.reason
+    norms, _ = bounds_of(devices)
+    assert norms == pytest.approx([64 * np.exp(-i / 6) for i in range(3)])
+
+
+@pytest.mark.long
+def test_a_device_that_adds_more_than_a_bit_spoils_the_round_and_the_bound_stays(tmp_path):
+    def prepare(devices):
+        devices[0].bits = 3  # all that two bits hold
+
+    request = masked_request(3, norm="adaptive:64")
+    run, _, _ = within(run_of(tmp_path, 3, request, prepare))
+    assert run.phase == pb.Run.STOPPED
+    assert "so a device lied" in run.rounds[0].given_up
 
 
 @pytest.mark.long
