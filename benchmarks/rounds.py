@@ -1,6 +1,6 @@
 """Rounds in which nothing is learnt, beside Flower's SuperLink and its gRPC server of before.
 
-    python benchmarks/rounds.py                  # 3, 10, 100 devices; 40 MB with 2 devices
+    python benchmarks/rounds.py                  # 3, 10, 100 devices; 40 MB with 2 devices; masked
     python benchmarks/rounds.py --only 10        # one of them
     python benchmarks/rounds.py --ours           # without Flower, which then need not be there
     python benchmarks/rounds.py --keep FILE      # also as a line of JSON a case
@@ -45,6 +45,7 @@ CASES: Final = (
     Case("10", 10, 16, 8, 20.0),
     Case("100", 100, 16, 3, 200.0, flower=0),
     Case("40mb", 2, 3162, 2, 500.0),
+    Case("masked", 6, 75, 5, 100.0, flower=0, masked=True),
 )
 Start = Callable[[Path, Case, Relay | None], AbstractContextManager[Side]]
 FLOWER: Final[dict[str, Start]] = {
@@ -56,7 +57,7 @@ FLOWER: Final[dict[str, Start]] = {
 def sides_of(case: Case, *, flower: bool) -> dict[str, Start]:
     """Who takes part."""
     found: dict[str, Start] = {"ours": ours, "again": ours}
-    if flower:
+    if flower and not case.masked:
         found["legacy"] = FLOWER["legacy"]
     if flower and case.flower:
         found["superlink"] = FLOWER["superlink"]

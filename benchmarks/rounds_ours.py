@@ -104,10 +104,13 @@ class Ours:
     opened: int = 0
     spent_s: dict[str, float] = field(default_factory=dict)
 
-    def begin(self, devices: int, rounds: int = NO_END) -> None:
+    def begin(self, devices: int, rounds: int = NO_END, *, masked: bool = False) -> None:
         """A run whose rounds wait for the first turn."""
         cohort = pb.Cohort(devices=devices, quorum=1.0, deadline_s=600.0, patience_s=120.0)
         spec = pb.Spec(model="square@1", population=POPULATION, rounds=rounds, cohort=cohort)
+        if masked:
+            spec.masking.SetInParent()
+            spec.robustness.norm_bound = "1"
         self.run = self.stub.Start(pb.StartRequest(spec=spec, key=new_key())).id
 
     @property
@@ -203,7 +206,7 @@ def _devices(family: Family, count: int) -> list[subprocess.Popen[str]]:
 def ours(folder: Path, case: Case, relay: Relay | None = None) -> Iterator[Ours]:
     """Our side of a case, its first round open and waiting."""
     with clouded(folder, case.side, case.devices, relay) as made:
-        made.begin(case.devices)
+        made.begin(case.devices, masked=case.masked)
         made.wait()
         made.opened = 1
         yield made

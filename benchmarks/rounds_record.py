@@ -50,6 +50,8 @@ def loads(rows: Sequence[dict[str, Any]]) -> str:
 def label(row: dict[str, Any]) -> str:
     """A case's name for people."""
     case = row["case"]
+    if case.get("masked"):
+        return f"{case['devices']} devices, 23 kB, masked"
     size = "40 MB" if case["side"] > 1000 else "1 kB"
     return f"{case['devices']} devices, {size}"
 

@@ -32,7 +32,8 @@ MARK: Final = "TRIPLANE_BENCH_FAMILY"
 class Case:
     """devices in a round; side: of the square matrix that is learnt; target_ms: of a round.
 
-    rounds: of ours in a turn. flower: rounds of the SuperLink in one, 0 to leave it out.
+    rounds: of ours in a turn. flower: rounds of the SuperLink in one, 0 to leave it out. masked:
+    whether the cloud learns sums of updates only, which Flower's sides do not offer.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Case:
     rounds: int
     target_ms: float
     flower: int = 1
+    masked: bool = False
 
     @property
     def parameter_bytes(self) -> int:

@@ -467,7 +467,7 @@ class _Working:
             for blob in (other.plan, other.state, other.message)
             if blob is not None
         ]
-        logger.info("task begun", extra=_facts(task))
+        logger.log(_level(task.step), "task begun", extra=_facts(task))
         try:
             return await self._in_runner(lambda: self._runner.do(task, stop, wanted))
         except TaskExpired:
@@ -487,12 +487,14 @@ class _Working:
         await self._session.send(contribution)
         self._remember(key)
         kind = contribution.WhichOneof("outcome")
-        logger.info("contributed", extra={"run": contribution.run, "kind": kind})
+        facts = {"run": contribution.run, "kind": kind}
+        logger.log(_level(key.partition(".")[2]), "contributed", extra=facts)
 
     async def _settle(self, work_set: WorkSet) -> None:
         """Apply updates that counted, and forget those whose lease is over."""
         if work_set is not self._settled:
-            await self._in_runner(lambda: self._runner.settle(work_set))
+            if not _settles_alike(work_set, self._settled):
+                await self._in_runner(lambda: self._runner.settle(work_set))
             self._settled = work_set
 
     async def _in_runner(self, work: Callable[[], T]) -> T:
@@ -542,6 +544,18 @@ def _urgent(tasks: Sequence[Task], done: Container[str]) -> Sequence[Task]:
     """
     steps = [task for task in tasks if task.step not in {"", KEYS}]
     return [task for task in steps if task.step != STEPS[-1] or task.key not in done] or tasks
+
+
+def _settles_alike(work_set: WorkSet, settled: WorkSet) -> bool:
+    """Return whether settling changes nothing: a masked round has a document for each step."""
+    return bool(
+        work_set.tasks and work_set.leases == settled.leases and work_set.settled == settled.settled
+    )
+
+
+def _level(step: str) -> int:
+    """Return the level of log messages about a task: a round has one pair of them, not five."""
+    return logging.INFO if step in {"", KEYS} else logging.DEBUG
 
 
 def _facts(task: Task) -> dict[str, object]:

@@ -46,9 +46,15 @@ from triplane.unified_ir.federated.masking import (
 )
 from triplane.unified_ir.federated.masking.fields import Vector
 from triplane.unified_ir.federated.masking.messages import MaskedInput
-from triplane.unified_ir.federated.masking.noise import noise_of, rounded, with_noise
+from triplane.unified_ir.federated.masking.noise import (
+    bit_noise_of,
+    joint_multiplier,
+    noise_of,
+    rounded,
+    with_noise,
+)
 from triplane.unified_ir.federated.masking.scores import ScoreEncoding, score_base
-from triplane.unified_ir.federated.privacy.clipping import clip
+from triplane.unified_ir.federated.privacy.clipping import check_norm, clip, l2_norm
 from triplane.unified_ir.federated.privacy.distributed import DistributedNoise
 
 MAX_OPEN: Final = 8
@@ -122,7 +128,8 @@ class OwnNoise:
     def check(self, parameters: MaskingParameters) -> None:
         """Raise InvalidInput unless a cohort's noise is what the round is said to cost."""
         honest = parameters.least - parameters.colluding
-        multiplier = self.of_sum(honest).noise_multiplier
+        bit = bit_noise_of(self._task.bit_variance, honest)
+        multiplier = joint_multiplier(self.of_sum(honest), bit)
         if multiplier < self._task.event.noise_multiplier:
             raise InvalidInput(
                 f"the noise of {honest} honest devices of a cohort of {parameters.devices} has the "
@@ -131,16 +138,21 @@ class OwnNoise:
             )
 
     def rounded(
-        self, encoding: UpdateEncoding, sections: Sequence[npt.NDArray[np.float32]]
+        self,
+        encoding: UpdateEncoding,
+        sections: Sequence[npt.NDArray[np.float32]],
+        is_short: Sequence[bool],
     ) -> tuple[Vector, ...]:
         """Return a clipped update as integers within the bound that the noise is sized for."""
-        return rounded(encoding, sections, self.of_sum(1))
+        return rounded(encoding, sections, self.of_sum(1), is_short)
 
     def add(self, vectors: list[Vector]) -> None:
         """Charge the use, then add the noise to the integers unless it was added before."""
         self._charge()
         if not self._is_added:
             vectors[0] = with_noise(vectors[0], self.of_sum(1))
+            if (bit := bit_noise_of(self._task.bit_variance, 1)) is not None:
+                vectors[-1] = with_noise(vectors[-1], bit)
             self._is_added = True
 
 
@@ -150,6 +162,7 @@ class _Agreed:
 
     terms: MaskingTerms
     encoding: bytes
+    bit_share: float
     plan: bytes
     noise: NoiseTask | None
 
@@ -157,9 +170,12 @@ class _Agreed:
     def of(cls, task: Task, state: bytes) -> _Agreed:
         step, work = task.document.masking, task.work
         base = score_base(state) if task.kind == "evaluate" else state
-        terms = wire.terms_of(step.terms, run=work.run, round_=work.round, base=base)
+        digest = wire.encoding_digest(step.encoding)
+        terms = wire.terms_of(
+            step.terms, run=work.run, round_=work.round, base=base, encoding=digest
+        )
         encoding = step.encoding.SerializeToString(deterministic=True)
-        return cls(terms, encoding, task.plan.sha256, task.noise)
+        return cls(terms, encoding, step.encoding.bit_share, task.plan.sha256, task.noise)
 
 
 class MaskedRounds:
@@ -241,15 +257,16 @@ class MaskedRounds:
         self, task: Task, masked: MaskedRound, change: MutableMapping[str, Array], examples: int
     ) -> pb.Contribution:
         """Clip and encode an update, which empties `change`, and send the keys of the round."""
-        sections = [
-            _clipped(change, names, norm)
-            for names, norm in zip(masked.names, masked.norms, strict=True)
-        ]
         assert isinstance(masked.encoding, UpdateEncoding)
+        share, sections, is_short = masked.agreed.bit_share, [], []
+        for names, norm in zip(masked.names, masked.norms, strict=True):
+            flat, length = _clipped(change, names, norm)
+            sections.append(flat)
+            is_short.append(length <= share * norm)
         if masked.noise is None:
-            vectors = masked.encoding.encode(sections, examples)
+            vectors = masked.encoding.encode(sections, examples, is_short)
         else:
-            vectors = masked.noise.rounded(masked.encoding, sections)
+            vectors = masked.noise.rounded(masked.encoding, sections, is_short)
         return self._advertised(task, masked, vectors)
 
     def advertise_scores(
@@ -322,9 +339,9 @@ class MaskedRounds:
 def _share(masked: MaskedRound, step: pb.MaskingStep) -> pb.MaskingAnswer:
     cohort, keys = wire.cohort_of(step.share)
     # The number first: thousands of keys of a cohort that is refused would cost time.
-    parameters = masked.agreed.terms.parameters(len(keys))
-    if masked.noise is not None:
-        masked.noise.check(parameters)
+    for parameters in masked.agreed.terms.group_parameters(len(keys)):
+        if masked.noise is not None:
+            masked.noise.check(parameters)
     masked.verifier.use(keys)
     return pb.MaskingAnswer(shares=wire.shares_message(masked.device.share(cohort)))
 
@@ -373,11 +390,14 @@ def _encoding_of(
     }
     sizes = {role: sum(like[name].size for name in names) for role, names in kinds.items()}
     norms = {PARAMETER: message.norm, BUFFER: message.buffer_norm}
-    variance = 0 if noise is None else noise.variance
+    variance, bit_variance = (0, 0) if noise is None else (noise.variance, noise.bit_variance)
     encoding = wire.encoding_of(
-        message, sizes[PARAMETER], sizes[BUFFER], variance=variance, least=least
-    )
+        message, sizes[PARAMETER], sizes[BUFFER],
+        variance=variance, bit_variance=bit_variance, least=least,
+    )  # fmt: skip
     used = [role for role in kinds if sizes[role]]
+    for role in used:
+        check_norm(norms[role])
     return tuple(kinds[role] for role in used), tuple(norms[role] for role in used), encoding
 
 
@@ -396,16 +416,20 @@ def _listed(fields: Sequence[MaskedField]) -> str:
 
 def _clipped(
     change: MutableMapping[str, Array], names: Sequence[str], norm: float
-) -> npt.NDArray[np.float32]:
-    """Remove these tensors from `change`; return them as one vector of at most this norm."""
+) -> tuple[npt.NDArray[np.float32], float]:
+    """Remove these tensors from `change`; return them as one vector of at most this norm.
+
+    Also return the norm that it had.
+    """
     flat = np.empty(sum(change[name].size for name in names), np.float32)
     at = 0
     for name in names:
         x = change.pop(name)  # one of the two copies is freed before the next one is made
         flat[at : at + x.size] = x.reshape(-1)
         at += x.size
+    length = l2_norm({"update": flat})
     clip({"update": flat}, norm)
-    return flat
+    return flat, length
 
 
 def _smallest(vectors: Sequence[Vector]) -> list[Vector]:

@@ -76,7 +76,11 @@ NOTHING: Final = PersonalState({}, {})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateFacts:
-    """The facts of an update. seconds: duration of learning."""
+    """The facts of an update. seconds: duration of learning.
+
+    base: the state that it was learned from, SHA-256 in hexadecimal; empty if an earlier release
+    stored the update.
+    """
 
     run: str
     round: int
@@ -84,6 +88,7 @@ class UpdateFacts:
     examples: int
     loss: float
     seconds: float
+    base: str = ""
 
 
 def parse_facts(kind: type[F], properties: Iterable[tuple[str, str]]) -> F:
@@ -316,7 +321,8 @@ class Memory:
         try:
             file = Container(path, kind=KIND)
             file.verify()
-            update = PendingUpdate(path, parse_facts(UpdateFacts, file.manifest.properties))
+            properties = {"base": ""} | dict(file.manifest.properties)
+            update = PendingUpdate(path, parse_facts(UpdateFacts, properties.items()))
         except (Corrupt, InvalidInput) as error:
             logger.warning("update dropped", extra={"file": path.name, "reason": str(error)})
             drop(path)
@@ -351,6 +357,16 @@ def unsettled(facts: UpdateFacts) -> str:
         f"the update of round {facts.round} of run {facts.run} waits until the cloud settles it "
         f"(lease {facts.lease[:8]}...); this device keeps one update of a run at a time"
     )
+
+
+def check_base(facts: UpdateFacts, state: bytes) -> None:
+    """Raise Conflict if the cloud names another state for a lease than its update has."""
+    base = state.hex()
+    if facts.base not in {"", base}:
+        raise Conflict(
+            f"the update of this lease was learned from the state {facts.base[:16]}..., and the "
+            f"task names {base[:16]}... now; a lease keeps its state, so this device gives it up"
+        )
 
 
 def _lease_of(path: Path) -> str | None:

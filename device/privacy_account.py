@@ -37,11 +37,13 @@ class NoiseTask:
 
     clip: the norm to which the change is clipped. event: one use. variance: of the noise that the
     device adds to each of its masked integers, in steps squared; 0: the cloud adds the noise.
+    bit_variance: of that in its clipping bit; 0: a masked update has none.
     """
 
     clip: float
     event: NoiseEvent
     variance: int = 0
+    bit_variance: int = 0
 
 
 def noise_task(message: pb.NoiseTerms, *, masked: bool) -> NoiseTask:
@@ -62,11 +64,18 @@ def noise_task(message: pb.NoiseTerms, *, masked: bool) -> NoiseTask:
             "this device relies on no noise of the cloud in masked rounds, where the integers are "
             "longer than what was clipped; the task states none for the device to add"
         )
-    if message.own_std and message.clip_bit:
-        raise InvalidInput("a masked update has no clipping bit, and the task asks for one")
+    if bool(message.own_bit_std) != (masked and message.clip_bit):
+        raise InvalidInput(
+            "a clipping bit gets noise of the device exactly if the update is masked; the task "
+            f"states a deviation of {message.own_bit_std:g} for it"
+        )
     law = CONCENTRATED if message.own_std else GAUSSIAN
-    event = NoiseEvent(message.multiplier, 1, law, message.separation)
-    return NoiseTask(clip=message.clip, event=event, variance=_variance(message.own_std))
+    return NoiseTask(
+        clip=message.clip,
+        event=NoiseEvent(message.multiplier, 1, law, message.separation),
+        variance=_variance(message.own_std),
+        bit_variance=_variance(message.own_bit_std),
+    )
 
 
 def _variance(std: float) -> int:

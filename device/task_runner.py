@@ -25,6 +25,7 @@ from triplane.device.memory import (
     PendingUpdate,
     PersonalState,
     UpdateFacts,
+    check_base,
     unsettled,
 )
 from triplane.device.model import SHARED, DeviceModel, ModelChoice
@@ -195,6 +196,7 @@ class TaskRunner:
             # The update of this lease was stored before a crash or a lost link: send the same
             # bytes, unless its plan is not signed any more (or never was: an earlier release).
             if pending.facts.lease == task.lease and not task.step:
+                check_base(pending.facts, task.state.sha256)
                 if pending.layout and not task.takes_vector:
                     # The cloud is of an earlier release now: learn again, for a file.
                     self.memory.settle(pending, counted=False)
@@ -253,11 +255,11 @@ class TaskRunner:
         )
         facts = _update_facts(task, learned.examples, learned.loss, began_s)
         change = learned.change
+        if masked is not None:  # which clips it, and says whether it was
+            return self._advertised(plan, task, masked, facts, change)
         if task.noise is not None:
             change = {name: np.array(x) for name, x in change.items()}
             clip(change, task.noise.clip)
-        if masked is not None:
-            return self._advertised(plan, task, masked, facts, change)
         return self._contribution_of(self._written(plan, task, facts, change), task, stop)
 
     def _begun(self, plan: Plan, task: Task) -> "MaskedRound":
@@ -303,15 +305,11 @@ class TaskRunner:
         """Score the shared state before and after adaptation; keep the better for `predict`."""
         masked = self._begun(plan, task) if task.step else None
         judged = self.model.judge(
-            plan,
-            StoppablePlan(plan, stop),
-            task.work,
-            self._shard,
-            steps=task.steps,
-            blob=task.plan.sha256.hex(),
+            plan, StoppablePlan(plan, stop), task.work, self._shard,
+            steps=task.steps, blob=task.plan.sha256.hex(),
             restart=lambda: self._assign(plan, task),
             other=lambda blob: _stopping(Plan.load(self._home.plans / blob, options=OPTIONS), stop),
-        )
+        )  # fmt: skip
         metric, samples = metric_of_plan(plan), judged.samples
         before, after = (metric.reported(x, samples) for x in (judged.before, judged.after))
         if masked is not None:
@@ -392,17 +390,14 @@ class TaskRunner:
         else:
             sha256, size = hashlib.sha256(data).digest(), len(data)
         update = pb.Update(
-            blob=pb.Blob(sha256=sha256, size=size),
-            examples=facts.examples,
-            loss=facts.loss,
+            blob=pb.Blob(sha256=sha256, size=size), examples=facts.examples, loss=facts.loss,
             seconds=facts.seconds,
-        )
+        )  # fmt: skip
         if pending.layout:
             update.vector.CopyFrom(pb.UpdateVector(data=data or b"", layout=pending.layout))
         elif data is not None:
             update.inline = data
-        lease = bytes.fromhex(facts.lease)
-        return pb.Contribution(run=facts.run, round=facts.round, lease=lease, update=update)
+        return task.contribution(update=update)
 
     def _fetch(
         self, blob: Blob, into: BlobFolder, wanted: frozenset[bytes], stop: StopToken
@@ -583,11 +578,13 @@ def _stopping(plan: Plan, stop: StopToken) -> Plan:
 
 
 def _update_facts(task: Task, examples: int, loss: float, began_s: float) -> UpdateFacts:
-    facts: dict[str, Any] = {"run": task.work.run, "round": task.work.round, "lease": task.lease}
+    work, seconds = task.work, time.monotonic() - began_s
     if task.noise is not None:  # epsilon covers no such numbers, and all devices weigh the same
-        return UpdateFacts(**facts, examples=1, loss=0.0, seconds=0.0)
-    seconds = time.monotonic() - began_s
-    return UpdateFacts(**facts, examples=examples, loss=loss, seconds=seconds)
+        examples, loss, seconds = 1, 0.0, 0.0
+    return UpdateFacts(
+        run=work.run, round=work.round, lease=task.lease, examples=examples, loss=loss,
+        seconds=seconds, base=task.state.sha256.hex(),
+    )  # fmt: skip
 
 
 def _fitting(ours: Mapping[str, Array], like: Mapping[str, Array]) -> dict[str, Array]:

@@ -57,8 +57,9 @@ class Task:
     returns: how often the run returned from a spoilt state. included: lease of this device's newest
     update that the state includes, or empty; None if the cloud does not say. step: of a masked
     round, a field of `MaskingStep.asks`; "" if the result is in the clear. noise: what the cloud
-    asks of the change in a run with differential privacy. document: the message that it was parsed
-    from.
+    asks of the change in a run with differential privacy. base: number of states that the run had
+    published, of which `state` is the last; None if the cloud does not say. document: the message
+    that it was parsed from.
     """
 
     kind: str
@@ -79,6 +80,7 @@ class Task:
     returns: int = 0
     included: str | None = None
     step: str = ""
+    base: int | None = None
     document: pb.Task = field(default_factory=pb.Task, repr=False, compare=False)
 
     @property
@@ -88,8 +90,8 @@ class Task:
 
     def contribution(self, **outcome: Any) -> pb.Contribution:
         """Return a contribution for this task."""
-        lease = bytes.fromhex(self.lease)
-        return pb.Contribution(run=self.work.run, round=self.work.round, lease=lease, **outcome)
+        lease, run, round_ = bytes.fromhex(self.lease), self.work.run, self.work.round
+        return pb.Contribution(run=run, round=round_, lease=lease, base=self.base, **outcome)
 
     def decline(self, reason: str) -> pb.Contribution:
         """Return a contribution that says why there is no result."""
@@ -166,6 +168,7 @@ def _task(message: pb.Task, device: str, max_blob_bytes: int, now_s: float) -> T
         returns=message.returns,
         included=_included(message),
         step=_step(message, kind),
+        base=message.base if message.HasField("base") else None,
         document=message,
     )
     return KINDS[kind](task, message, max_blob_bytes)

@@ -143,6 +143,7 @@ class MaskedRounds(_message.Message):
     COLLUDING_SHARE_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     PHASE_S_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     least: _builtins.int
     """Fewest devices whose sum may be unmasked."""
     lost_share: _builtins.float
@@ -152,6 +153,8 @@ class MaskedRounds(_message.Message):
     """Probability that the bounds on a device's neighbours do not hold."""
     phase_s: _builtins.float
     """Seconds for each phase after learning; shares have at least that, until the round's deadline."""
+    groups: _builtins.int
+    """Groups of the cohort that are masked apart, for a robust aggregator over their means; 0 for none."""
     def __init__(
         self,
         *,
@@ -160,10 +163,11 @@ class MaskedRounds(_message.Message):
         colluding_share: _builtins.float | None = ...,
         failure: _builtins.float = ...,
         phase_s: _builtins.float = ...,
+        groups: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_colluding_share", b"_colluding_share", "_lost_share", b"_lost_share", "colluding_share", b"colluding_share", "lost_share", b"lost_share"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_colluding_share", b"_colluding_share", "_lost_share", b"_lost_share", "colluding_share", b"colluding_share", "failure", b"failure", "least", b"least", "lost_share", b"lost_share", "phase_s", b"phase_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_colluding_share", b"_colluding_share", "_lost_share", b"_lost_share", "colluding_share", b"colluding_share", "failure", b"failure", "groups", b"groups", "least", b"least", "lost_share", b"lost_share", "phase_s", b"phase_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__colluding_share: _TypeAlias = _typing.Literal["colluding_share"]  # noqa: Y015
     _WhichOneofArgType__colluding_share: _TypeAlias = _typing.Literal["_colluding_share", b"_colluding_share"]  # noqa: Y015
@@ -262,7 +266,9 @@ class Robustness(_message.Message):
     NUMBERS_FIELD_NUMBER: _builtins.int
     RETURNS_FIELD_NUMBER: _builtins.int
     norm_bound: _builtins.str
-    """"adaptive", "off", or the largest norm of a change of parameters as a number above 0."""
+    """"adaptive", "off", or the largest norm of a change of parameters as a number above 0. In masked
+    runs "adaptive:START" has the bound of the first round.
+    """
     max_examples: _builtins.int
     """Largest weight of an update, in examples; 0: three times the round's lower median."""
     aggregator: _builtins.str
@@ -630,7 +636,9 @@ Global___Run: _TypeAlias = Run  # noqa: Y015
 
 @_typing.final
 class CohortMasking(_message.Message):
-    """What a masked cohort uses, and what it holds against, computed from the run's `MaskedRounds`."""
+    """What a masked cohort uses, or one of its groups, and what it holds against, computed from the
+    run's `MaskedRounds`.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -642,6 +650,8 @@ class CohortMasking(_message.Message):
     LOST_FIELD_NUMBER: _builtins.int
     COLLUDING_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    COHORT_FIELD_NUMBER: _builtins.int
+    COLLUDING_COHORT_FIELD_NUMBER: _builtins.int
     devices: _builtins.int
     neighbours: _builtins.int
     """Devices with which each one shares its secrets."""
@@ -656,6 +666,9 @@ class CohortMasking(_message.Message):
     colluding: _builtins.int
     failure: _builtins.float
     """Probability that the bounds on a device's neighbours do not hold."""
+    cohort: _builtins.int
+    """Devices of all groups, and most of them that may collude."""
+    colluding_cohort: _builtins.int
     def __init__(
         self,
         *,
@@ -667,10 +680,12 @@ class CohortMasking(_message.Message):
         lost: _builtins.int = ...,
         colluding: _builtins.int = ...,
         failure: _builtins.float = ...,
+        cohort: _builtins.int = ...,
+        colluding_cohort: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["colluding", b"colluding", "devices", b"devices", "failure", b"failure", "least", b"least", "lost", b"lost", "neighbours", b"neighbours", "quorum", b"quorum", "threshold", b"threshold"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cohort", b"cohort", "colluding", b"colluding", "colluding_cohort", b"colluding_cohort", "devices", b"devices", "failure", b"failure", "least", b"least", "lost", b"lost", "neighbours", b"neighbours", "quorum", b"quorum", "threshold", b"threshold"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -690,6 +705,7 @@ class Member(_message.Message):
     DECLINED_FIELD_NUMBER: _builtins.int
     WHY_FIELD_NUMBER: _builtins.int
     WAITS_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     connected: _builtins.bool
     examples: _builtins.int
@@ -701,6 +717,8 @@ class Member(_message.Message):
     """Tasks it declined; part of `dropped`."""
     waits: _builtins.str
     """Why it cannot work at the moment, as its offer says."""
+    base: _builtins.int
+    """Of its open lease; see Task.base. Absent without one."""
     @_builtins.property
     def score(self) -> Global___Score:
         """Newest evaluation of this device."""
@@ -722,12 +740,15 @@ class Member(_message.Message):
         declined: _builtins.int = ...,
         why: _abc.Iterable[Global___Dropped] | None = ...,
         waits: _builtins.str = ...,
+        base: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["score", b"score"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_base", b"_base", "base", b"base", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "counted", b"counted", "declined", b"declined", "device", b"device", "dropped", b"dropped", "examples", b"examples", "reason", b"reason", "score", b"score", "waits", b"waits", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base", b"_base", "base", b"base", "connected", b"connected", "counted", b"counted", "declined", b"declined", "device", b"device", "dropped", b"dropped", "examples", b"examples", "reason", b"reason", "score", b"score", "waits", b"waits", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__base: _TypeAlias = _typing.Literal["base"]  # noqa: Y015
+    _WhichOneofArgType__base: _TypeAlias = _typing.Literal["_base", b"_base"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__base) -> _WhichOneofReturnType__base | None: ...
 
 Global___Member: _TypeAlias = Member  # noqa: Y015
 
@@ -774,6 +795,8 @@ class Round(_message.Message):
     GIVEN_UP_FIELD_NUMBER: _builtins.int
     SCALED_FIELD_NUMBER: _builtins.int
     RETURNED_FIELD_NUMBER: _builtins.int
+    NORM_BOUND_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     evaluates: _builtins.bool
     opened_s: _builtins.float
@@ -794,6 +817,10 @@ class Round(_message.Message):
     """Updates above the norm bound, which were scaled or left out."""
     returned: _builtins.str
     """"" or why the run returned to its last good state instead of reducing the round."""
+    norm_bound: _builtins.float
+    """Norm bound of a masked round, if it follows the updates."""
+    left_out: _builtins.str
+    """Of a round that was masked in groups: which ones are not in the next state, and why."""
     @_builtins.property
     def before(self) -> Global___Spread:
         """Of an evaluating round: over devices."""
@@ -820,10 +847,12 @@ class Round(_message.Message):
         given_up: _builtins.str = ...,
         scaled: _builtins.int = ...,
         returned: _builtins.str = ...,
+        norm_bound: _builtins.float = ...,
+        left_out: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "before", b"before"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "asked", b"asked", "before", b"before", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "closed_s", b"closed_s", "counted", b"counted", "evaluates", b"evaluates", "given_up", b"given_up", "late", b"late", "loss", b"loss", "lost", b"lost", "number", b"number", "opened_s", b"opened_s", "refused", b"refused", "returned", b"returned", "scaled", b"scaled"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "asked", b"asked", "before", b"before", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "closed_s", b"closed_s", "counted", b"counted", "evaluates", b"evaluates", "given_up", b"given_up", "late", b"late", "left_out", b"left_out", "loss", b"loss", "lost", b"lost", "norm_bound", b"norm_bound", "number", b"number", "opened_s", b"opened_s", "refused", b"refused", "returned", b"returned", "scaled", b"scaled"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1174,6 +1203,7 @@ class Task(_message.Message):
     RETURNS_FIELD_NUMBER: _builtins.int
     INCLUDED_FIELD_NUMBER: _builtins.int
     TAKES_VECTOR_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     round: _builtins.int
     lease: _builtins.bytes
@@ -1198,6 +1228,10 @@ class Task(_message.Message):
     takes_vector: _builtins.bool
     """Whether an update may come as a vector. False from clouds of earlier releases, and where updates
     are compressed.
+    """
+    base: _builtins.int
+    """Number of states that the run had published when it opened the lease; `state` is the last of
+    them. Absent from clouds of earlier releases.
     """
     @_builtins.property
     def plan(self) -> Global___Blob:
@@ -1253,15 +1287,20 @@ class Task(_message.Message):
         returns: _builtins.int = ...,
         included: _builtins.bytes | None = ...,
         takes_vector: _builtins.bool = ...,
+        base: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_included", b"_included", "evaluate", b"evaluate", "flower", b"flower", "included", b"included", "learn", b"learn", "masking", b"masking", "noise", b"noise", "plan", b"plan", "sampling", b"sampling", "state", b"state", "work", b"work"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_base", b"_base", "_included", b"_included", "base", b"base", "evaluate", b"evaluate", "flower", b"flower", "included", b"included", "learn", b"learn", "masking", b"masking", "noise", b"noise", "plan", b"plan", "sampling", b"sampling", "state", b"state", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_included", b"_included", "cohort", b"cohort", "deadline_s", b"deadline_s", "evaluate", b"evaluate", "flower", b"flower", "included", b"included", "inline_bytes", b"inline_bytes", "inline_state", b"inline_state", "learn", b"learn", "lease", b"lease", "masking", b"masking", "noise", b"noise", "plan", b"plan", "returns", b"returns", "round", b"round", "run", b"run", "sampling", b"sampling", "seed", b"seed", "state", b"state", "takes_vector", b"takes_vector", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base", b"_base", "_included", b"_included", "base", b"base", "cohort", b"cohort", "deadline_s", b"deadline_s", "evaluate", b"evaluate", "flower", b"flower", "included", b"included", "inline_bytes", b"inline_bytes", "inline_state", b"inline_state", "learn", b"learn", "lease", b"lease", "masking", b"masking", "noise", b"noise", "plan", b"plan", "returns", b"returns", "round", b"round", "run", b"run", "sampling", b"sampling", "seed", b"seed", "state", b"state", "takes_vector", b"takes_vector", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__base: _TypeAlias = _typing.Literal["base"]  # noqa: Y015
+    _WhichOneofArgType__base: _TypeAlias = _typing.Literal["_base", b"_base"]  # noqa: Y015
     _WhichOneofReturnType__included: _TypeAlias = _typing.Literal["included"]  # noqa: Y015
     _WhichOneofArgType__included: _TypeAlias = _typing.Literal["_included", b"_included"]  # noqa: Y015
     _WhichOneofReturnType_work: _TypeAlias = _typing.Literal["learn", "evaluate", "flower"]  # noqa: Y015
     _WhichOneofArgType_work: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__base) -> _WhichOneofReturnType__base | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__included) -> _WhichOneofReturnType__included | None: ...
     @_typing.overload
@@ -1349,12 +1388,15 @@ class MaskingTerms(_message.Message):
     COLLUDING_SHARE_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     FIELDS_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     attempt: _builtins.int
     group: _builtins.int
     least: _builtins.int
     lost_share: _builtins.float
     colluding_share: _builtins.float
     failure: _builtins.float
+    groups: _builtins.int
+    """Groups of the cohort, which follow from the keys of all devices; 0 counts as 1."""
     @_builtins.property
     def fields(self) -> _containers.RepeatedCompositeFieldContainer[Global___MaskedField]: ...
     def __init__(
@@ -1367,10 +1409,11 @@ class MaskingTerms(_message.Message):
         colluding_share: _builtins.float = ...,
         failure: _builtins.float = ...,
         fields: _abc.Iterable[Global___MaskedField] | None = ...,
+        groups: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "colluding_share", b"colluding_share", "failure", b"failure", "fields", b"fields", "group", b"group", "least", b"least", "lost_share", b"lost_share"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "colluding_share", b"colluding_share", "failure", b"failure", "fields", b"fields", "group", b"group", "groups", b"groups", "least", b"least", "lost_share", b"lost_share"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1414,6 +1457,7 @@ class MaskingEncoding(_message.Message):
     BITS_FIELD_NUMBER: _builtins.int
     CAP_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    BIT_SHARE_FIELD_NUMBER: _builtins.int
     norm: _builtins.float
     """Largest Euclidean norms of the changes; longer ones are scaled."""
     buffer_norm: _builtins.float
@@ -1423,6 +1467,8 @@ class MaskingEncoding(_message.Message):
     """Examples that count at most."""
     seed: _builtins.int
     """Of the public rotation."""
+    bit_share: _builtins.float
+    """The device also says, for each norm, whether its change was at most this share of it; 0: not."""
     def __init__(
         self,
         *,
@@ -1431,10 +1477,11 @@ class MaskingEncoding(_message.Message):
         bits: _builtins.int = ...,
         cap: _builtins.int = ...,
         seed: _builtins.int = ...,
+        bit_share: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bits", b"bits", "buffer_norm", b"buffer_norm", "cap", b"cap", "norm", b"norm", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bit_share", b"bit_share", "bits", b"bits", "buffer_norm", b"buffer_norm", "cap", b"cap", "norm", b"norm", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1848,6 +1895,7 @@ class NoiseTerms(_message.Message):
     DELTA_FIELD_NUMBER: _builtins.int
     OWN_STD_FIELD_NUMBER: _builtins.int
     CLIP_BIT_FIELD_NUMBER: _builtins.int
+    OWN_BIT_STD_FIELD_NUMBER: _builtins.int
     clip: _builtins.float
     multiplier: _builtins.float
     separation: _builtins.int
@@ -1857,6 +1905,8 @@ class NoiseTerms(_message.Message):
     """Of the device's own noise, in units of the encoded integers; 0: the cloud adds the noise."""
     clip_bit: _builtins.bool
     """Whether the device also says if its update was below `clip`."""
+    own_bit_std: _builtins.float
+    """Of its noise in that bit, if the update is masked."""
     def __init__(
         self,
         *,
@@ -1867,10 +1917,11 @@ class NoiseTerms(_message.Message):
         delta: _builtins.float = ...,
         own_std: _builtins.float = ...,
         clip_bit: _builtins.bool = ...,
+        own_bit_std: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clip", b"clip", "clip_bit", b"clip_bit", "delta", b"delta", "most_uses", b"most_uses", "multiplier", b"multiplier", "own_std", b"own_std", "separation", b"separation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clip", b"clip", "clip_bit", b"clip_bit", "delta", b"delta", "most_uses", b"most_uses", "multiplier", b"multiplier", "own_bit_std", b"own_bit_std", "own_std", b"own_std", "separation", b"separation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1952,11 +2003,16 @@ class Contribution(_message.Message):
     SCORE_FIELD_NUMBER: _builtins.int
     DECLINED_FIELD_NUMBER: _builtins.int
     MASKED_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     round: _builtins.int
     lease: _builtins.bytes
     declined: _builtins.str
     """Why there is no result, and what to do about it."""
+    base: _builtins.int
+    """That of the task; a contribution to another base is refused. Absent from devices of earlier
+    releases.
+    """
     @_builtins.property
     def update(self) -> Global___Update: ...
     @_builtins.property
@@ -1975,13 +2031,19 @@ class Contribution(_message.Message):
         score: Global___Score | None = ...,
         declined: _builtins.str = ...,
         masked: Global___MaskingAnswer | None = ...,
+        base: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["declined", b"declined", "masked", b"masked", "outcome", b"outcome", "score", b"score", "update", b"update"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_base", b"_base", "base", b"base", "declined", b"declined", "masked", b"masked", "outcome", b"outcome", "score", b"score", "update", b"update"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["declined", b"declined", "lease", b"lease", "masked", b"masked", "outcome", b"outcome", "round", b"round", "run", b"run", "score", b"score", "update", b"update"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base", b"_base", "base", b"base", "declined", b"declined", "lease", b"lease", "masked", b"masked", "outcome", b"outcome", "round", b"round", "run", b"run", "score", b"score", "update", b"update"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__base: _TypeAlias = _typing.Literal["base"]  # noqa: Y015
+    _WhichOneofArgType__base: _TypeAlias = _typing.Literal["_base", b"_base"]  # noqa: Y015
     _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["update", "score", "declined", "masked"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__base) -> _WhichOneofReturnType__base | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
 
 Global___Contribution: _TypeAlias = Contribution  # noqa: Y015

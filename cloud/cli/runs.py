@@ -69,7 +69,9 @@ def headline(run: Run) -> str:
     if not run.roster and phase not in INACTIVE:
         parts.append("no roster: nothing protects from a cloud that invents devices")
     if spec.HasField("masking"):
-        parts.append(f"masked: the cloud learns sums over {spec.masking.least} or more devices")
+        groups = f", in {spec.masking.groups} groups" if spec.masking.groups else ""
+        least = spec.masking.least
+        parts.append(f"masked: the cloud learns sums over {least} or more devices{groups}")
     parts += scoring(run)
     if run.members:
         connected = sum(member.connected for member in run.members)
@@ -131,14 +133,15 @@ def round_row(round_: Round, metric: Metric = ACCURACY) -> tuple[str, ...]:
         took,
         size(round_.bytes_up) if round_.bytes_up else "",
         size(round_.bytes_down) if round_.bytes_down else "",
-        round_.returned or round_.given_up or scores(round_, metric) or scaled_text(round_),
+        round_.returned or round_.given_up or scores(round_, metric) or noted(round_),
     )
 
 
-def scaled_text(round_: Round) -> str:
-    """Return "2 updates above the norm bound", or nothing."""
+def noted(round_: Round) -> str:
+    """Return "2 updates above the norm bound", what is said of a masked round, or nothing."""
     if not round_.scaled:
-        return ""
+        bound = f"norm bound {round_.norm_bound:.3g}" if round_.norm_bound else ""
+        return f"left out: {round_.left_out}" if round_.left_out else bound
     return f"{round_.scaled} update{'s' if round_.scaled > 1 else ''} above the norm bound"
 
 

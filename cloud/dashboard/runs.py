@@ -80,7 +80,7 @@ def _round_row(round_: Round) -> Row:
         **same_fields(round_, "number", "asked", "counted", "refused", "late", "lost"),
         "loss": _score(round_.loss, "loss") if _has_loss(round_) else None,
         "seconds": round(round_.closed_s - round_.opened_s, 3) if round_.closed_s else None,
-        "given_up": (round_.given_up or round_.returned)[:MOST_TEXT_CHARS],
+        "given_up": (round_.given_up or round_.returned or round_.left_out)[:MOST_TEXT_CHARS],
         "outcome": _outcome(round_),
     }
 

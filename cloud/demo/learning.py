@@ -31,8 +31,6 @@ RATE: Final = {"fedavg": 0.3, "maml": 0.5}
 FLOOR: Final = "55%"
 LEAST_COHORT: Final = "3"
 """Fewest devices whose sum the cloud may learn; the signed policy for plans demands it."""
-NORM_BOUND: Final = "0.6"
-"""To which devices clip their changes; those of both runs are shorter in most rounds."""
 LOST_SHARE: Final = "0.34"
 """Two of six: both devices that are killed may be lost in the same round."""
 COLLUDING_SHARE: Final = "0"
@@ -176,8 +174,8 @@ def _run(stage: DemoStage, fleet: DemoFleet, algorithm: str, *more: str) -> dict
         "--rounds", str(stage.rounds), "--devices", str(LEARNING), "--quorum", "0.6",
         "--patience", "2s", "--steps", str(STEPS), "--batch-size", "40", "--support", "40",
         "--query", "40", "--lr", rate, "--meta-lr", rate, "--inner-steps", str(INNER_STEPS),
-        "--norm-bound", NORM_BOUND, "--mask", "--least-cohort", LEAST_COHORT,
-        "--lost-share", LOST_SHARE, "--colluding-share", COLLUDING_SHARE, *more,
+        "--mask", "--least-cohort", LEAST_COHORT, "--lost-share", LOST_SHARE,
+        "--colluding-share", COLLUDING_SHARE, *more,
     )  # fmt: skip
     run: dict[str, Any] = fleet.ask("federate", "show", "last")
     if code or run["phase"] != "done":
@@ -278,13 +276,15 @@ def _tell_sums(stage: DemoStage, runs: dict[str, Any]) -> None:
     """Say what the cloud has seen of the updates."""
     ended = [r for run in runs.values() for r in run["rounds"] if not r.get("evaluates")]
     sums = [int(r["counted"]) for r in ended if not r.get("given_up")]
+    bounds = [float(r["norm_bound"]) for r in ended if r.get("norm_bound")]
     stage.say(
         f"   the cloud has seen {len(sums)} sums, each over {min(sums)} or more devices, and no "
         "single update; a device has seen neither updates nor names of the others"
     )
     stage.summary.add(
         "learn", "masked rounds", f"{len(sums)} sums over {min(sums)} to {max(sums)} devices, "
-        f"changes clipped to {NORM_BOUND}; {len(ended) - len(sums)} rounds given up",
+        f"norm bounds of {min(bounds):.2g} to {max(bounds):.2g}, by masked bits; "
+        f"{len(ended) - len(sums)} rounds given up",
         least_sum=min(sums), rounds_given_up=len(ended) - len(sums),
     )  # fmt: skip
 

@@ -28,6 +28,7 @@ from triplane.cloud.federation.update_store import (
     UpdateStore,
     bytes_in,
     printable,
+    wrong_base,
 )
 from triplane.cloud.federation.work_documents import WorkDocuments
 from triplane.proto import federation_pb2 as pb
@@ -174,12 +175,16 @@ class DeviceSessions:
         check = self._flower.check_reply if run.record.spec.flower.app else None
         # Judge before the queue, since reading an update takes time. Whether it counts is decided
         # when its event's turn comes, because the round may have closed meanwhile.
-        if outcome == "masked":
+        data = b""
+        if (refusal := wrong_base(run.projection.state, name, contribution)) is not None:
+            make = without_left(run, name, refusal)
+        elif outcome == "masked":
             make, data = judge_answer(run, name, contribution, self._masked, self._updates)
         else:
             make = await self._updates.judge(run, name, contribution, check)
             make = without_left(run, name, make)
-            data = bytes_in(contribution.update) if outcome == "update" else b""
+            if outcome == "update":
+                data = bytes_in(contribution.update)
         bytes_down = self._documents.bytes_down(run).get(name, 0)
         # Returns after the commit. The session acknowledges the contribution only then, so a crash
         # before it makes the device send the same bytes again.

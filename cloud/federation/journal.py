@@ -14,6 +14,7 @@ from typing import Any, Final
 import sqlalchemy as sa
 
 from triplane.cloud.federation.coding import from_json, to_json
+from triplane.cloud.federation.masked_spec import fewest_devices, first_norm, follows_updates
 from triplane.cloud.federation.private_runs import privacy_of
 from triplane.cloud.federation.run_projection import RunProjection, follow
 from triplane.cloud.federation.spec import count_of, least_updates
@@ -23,6 +24,7 @@ from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import Conflict, Corrupt
 from triplane.proto.messages import value_from
 from triplane.unified_ir.federated.core import run as core
+from triplane.unified_ir.federated.core.lease_changes import referenced_states
 from triplane.unified_ir.federated.core.masked_step import PHASE_S
 from triplane.unified_ir.federated.core.metric import ACCURACY, Scores
 from triplane.unified_ir.federated.core.run import Event
@@ -232,18 +234,19 @@ def delete_small_updates(connection: sa.Connection, run: str) -> None:
 
 
 def save_small_states(
-    connection: sa.Connection, run: str, states: Mapping[str, bytes], *, kept: str = ""
+    connection: sa.Connection,
+    run: str,
+    states: Mapping[str, bytes],
+    kept: frozenset[bytes] = frozenset(),
 ) -> None:
     """Write a run's newest small states in place of those before; see `tables.SMALL_STATES`.
 
-    kept: an earlier state, in hexadecimal, that stays.
+    kept: blobs whose rows stay.
     """
-    # Older states are not needed any more, except the first one, whose file was synced.
-    mine, stays = SMALL_STATES.c.run == run, SMALL_STATES.c.sha256 == bytes.fromhex(kept)
-    connection.execute(SMALL_STATES.delete().where(mine, sa.not_(stays)))
-    rows = [
-        {"run": run, "sha256": bytes.fromhex(k), "data": v} for k, v in states.items() if k != kept
-    ]
+    rows = [{"run": run, "sha256": bytes.fromhex(k), "data": v} for k, v in states.items()]
+    stay = kept - {row["sha256"] for row in rows}
+    mine = SMALL_STATES.c.run == run
+    connection.execute(SMALL_STATES.delete().where(mine, SMALL_STATES.c.sha256.not_in(stay)))
     if rows:
         connection.execute(SMALL_STATES.insert(), rows)
 
@@ -309,8 +312,8 @@ def plan_of(spec: pb.Spec) -> RunPlan:
         needs_scores=not spec.flower.app,
         returns=spec.robustness.returns,
         budget=budget,
-        clip=0.0 if privacy is None else privacy.clip,
-        least=spec.masking.least,
+        clip=first_norm(spec) if follows_updates(spec) else privacy.clip if privacy else 0.0,
+        least=fewest_devices(spec.masking),
         phase_s=spec.masking.phase_s or PHASE_S,
         scores=Scores(spec.scores or Scores.CLEAR),
     )
@@ -325,22 +328,32 @@ def last_asked(connection: sa.Connection, run: str) -> core.Asked | None:
     return None if row is None else from_json(core.Asked, row.body)
 
 
+def references(record: RunRecord, projection: RunProjection | None) -> frozenset[bytes]:
+    """Return the blobs that a run needs or began from, without messages and updates.
+
+    Whatever keeps, restores or removes states asks this function, so that what stays is the same
+    for all of them.
+    """
+    prepared, names = record.prepared, {record.slots.hex()}
+    if prepared is not None:
+        names |= {prepared.plan, prepared.state}
+    if projection is not None:
+        names |= referenced_states(projection.state)
+    return frozenset(map(bytes.fromhex, names - {""}))
+
+
 def referenced(connection: sa.Connection) -> set[bytes]:
-    """Return the blobs that runs need or began from, without updates, which are kept elsewhere."""
+    """Return the blobs that all runs reference; updates are kept elsewhere."""
     blobs: set[bytes] = set()
     for row in connection.execute(sa.select(RUNS)).all():
         record, projection = _record(row), _projection(connection, row)
-        blobs.add(record.slots)
-        if record.prepared is not None:
-            blobs |= {bytes.fromhex(record.prepared.plan), bytes.fromhex(record.prepared.state)}
-        if projection is not None:
-            blobs.add(bytes.fromhex(projection.state.shared))
-            blobs.add(bytes.fromhex(projection.state.good))
+        blobs |= references(record, projection)
         # Messages of the open round are read by devices; those of ended runs are not needed.
         if row.live and record.spec.HasField("flower"):
             asked = last_asked(connection, record.id)
-            blobs |= {bytes.fromhex(name) for name in asked.messages.values()} if asked else set()
-    return blobs - {b""}
+            messages = asked.messages.values() if asked else ()
+            blobs |= {bytes.fromhex(name) for name in messages if name}
+    return blobs
 
 
 def _record(row: Any) -> RunRecord:

@@ -39,6 +39,7 @@ from triplane.unified_ir.federated.core.run import (
     Effects,
     Event,
     Exchange,
+    Exchanged,
     Failed,
     Finish,
     Judged,
@@ -67,6 +68,8 @@ MAX_RETRY_S: Final = 30.0
 HOLD_S: Final = 0.05
 """Longest time that a contribution waits for others that share its commit."""
 CONTRIBUTIONS: Final = (Arrived, Answered, Masked, Scored, Refused, Declined)
+MAY_WAIT: Final = (*CONTRIBUTIONS, Exchanged)
+"""Events whose commit may wait for the result of the work that follows from them."""
 COUNTED_S: Final = 0.25
 """Delay after which a device learns that its update counted, unless a new task says so."""
 
@@ -238,23 +241,25 @@ class LiveRun:
     def _hold(self, batch: RunBatch) -> bool:
         """Return whether the batch may wait, because only contributors wait for its commit.
 
-        A complete round is reduced meanwhile (decision 0039). A Flower strategy remembers what it
-        has received, so it gets updates only after their commit.
+        A complete round is reduced meanwhile (decision 0039), and the answers to a step of a masked
+        round are taken. A Flower strategy remembers what it has received, so it gets updates only
+        after their commit.
         """
         state = batch.state.state
         reduces = state.phase is Phase.REDUCING and not self.record.spec.HasField("flower")
         may_wait = (
-            all(isinstance(change.event, CONTRIBUTIONS) for change, _ in batch.steps)
+            all(isinstance(change.event, MAY_WAIT) for change, _ in batch.steps)
             and _same_round(self.projection.state, state)
             and (state.phase is Phase.COLLECTING or reduces)
-            # Its devices wait for the exchange.
-            and not any(isinstance(effect, Exchange) for effect in batch.effects)
+            # The next step of a masked round began: its devices wait for their documents.
+            and (reduces or not any(isinstance(x.event, Exchanged) for x, _ in batch.steps))
         )
         if may_wait:
-            orders = [effect for effect in batch.effects if isinstance(effect, Reduce)]
-            batch.effects = [effect for effect in batch.effects if not isinstance(effect, Reduce)]
+            orders = [effect for effect in batch.effects if isinstance(effect, Reduce | Exchange)]
+            batch.effects = [x for x in batch.effects if not isinstance(x, Reduce | Exchange)]
             for order in orders:
-                self._tasks.spawn(self._done(order, batch), f"reduce {self.record.id}")
+                name = f"{type(order).__name__.lower()} {self.record.id}"
+                self._tasks.spawn(self._done(order, batch), name)
         return may_wait
 
     def _refused(self, error: Unavailable) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from triplane.cloud.federation import journal
@@ -31,6 +31,7 @@ class LiveRuns:
     def __init__(self, db: Database, clock: Callable[[], float], epoch: str) -> None:
         self._db, self._clock, self._epoch = db, clock, epoch
         self._runs: dict[str, LiveRun] = {}
+        self._stored: dict[str, RunRecord] = {}  # of an earlier process, and not live yet
         self._waits: dict[str, str] = {}  # by run that is not live yet: why it waits
         # Each is set once, at the next change that people see and the next end of a run, and then
         # replaced: take it before looking.
@@ -58,12 +59,17 @@ class LiveRuns:
         """Return the runs that have not ended."""
         return [run for run in self._runs.values() if not run.is_over]
 
+    def expect(self, records: Iterable[RunRecord]) -> None:
+        """Record the prepared runs of an earlier process, before `add` makes one of them live."""
+        self._stored = {record.id: record for record in records}
+
     def add(
         self, record: RunRecord, projection: RunProjection, worker: Worker, audience: Audience
     ) -> LiveRun:
         """Start to take events of a prepared run."""
         run = LiveRun(self._db, record, projection, worker, audience, self._clock)
         self._runs[record.id] = run
+        self._stored.pop(record.id, None)
         run.start()
         return run
 
@@ -77,6 +83,7 @@ class LiveRuns:
     async def drop(self, run: LiveRun) -> None:
         """Stop a run that could not begin and remove it."""
         del self._runs[run.record.id]
+        self._stored[run.record.id] = run.record
         await run.stop()
 
     async def stop(self) -> None:
@@ -129,11 +136,12 @@ class LiveRuns:
         return await self._db.read(lambda c: journal.last_projection(c, run_id)) if run_id else None
 
     def shares_plan(self, record: RunRecord) -> bool:
-        """Return whether another run that has not ended has the same plan."""
+        """Return whether another prepared run that has not ended has the same plan."""
         assert record.prepared is not None
+        others = [*(run.record for run in self.going()), *self._stored.values()]
         return any(
-            run.record.id != record.id
-            and run.record.prepared is not None
-            and run.record.prepared.plan_digest == record.prepared.plan_digest
-            for run in self.going()
+            other.id != record.id
+            and other.prepared is not None
+            and other.prepared.plan_digest == record.prepared.plan_digest
+            for other in others
         )

@@ -61,7 +61,7 @@ def judge_answer(
         return late_event(device, lease), b""
     try:
         data = message.SerializeToString(deterministic=True)
-        answer = _answer(run, message, data, rounds, updates)
+        answer = _answer(run, device, message, data, rounds, updates)
     except Refusal as refusal:
         return _unless_left(refusal_event(device, lease, refusal.kind, str(refusal)), device), b""
     return _event(device, lease, answer), data
@@ -106,6 +106,7 @@ def _event(device: str, lease: str, answer: StepAnswer) -> MakeEvent:
 
 def _answer(
     run: LiveRun,
+    device: str,
     message: pb.MaskingAnswer,
     data: bytes,
     rounds: MaskedCohorts,
@@ -121,8 +122,8 @@ def _answer(
         _check_listed(rounds.roster(), message.keys.identity_key)
     size, file = len(data), ""
     if step is MaskedStep.INPUTS:
-        cohort = sum(has_taken(lease, MaskedStep.KEYS) for lease in round_.leases)
-        file = _check_input(run, message.input, cohort, rounds, updates)
+        expected = rounds.input_bytes(run.record, state, device)
+        file = _check_input(message.input, expected, updates)
         size -= len(message.input.data)
     if size > most:
         raise Refusal("oversized", f"the step {step} is answered by at most {most} bytes")
@@ -153,11 +154,8 @@ def _most_bytes(step: MaskedStep, cohort: int) -> int:
     return BASE_BYTES + cohort * of_each + (MAX_KEY_BYTES if step is MaskedStep.KEYS else 0)
 
 
-def _check_input(
-    run: LiveRun, message: pb.MaskedInput, cohort: int, rounds: MaskedCohorts, updates: UpdateStore
-) -> str:
+def _check_input(message: pb.MaskedInput, expected: int, updates: UpdateStore) -> str:
     """Check the masked update of an answer; return the name of its file, or "" if it is inline."""
-    expected = rounds.terms(run.record, run.projection.state).input_bytes(max(cohort, 1))
     size = message.blob.size if message.HasField("blob") else len(message.data)
     if size != expected:
         raise Refusal("masking", f"a masked update has {expected} bytes here, got {size}")

@@ -1,7 +1,8 @@
 """The masked rounds of live runs: their terms, their cohorts, and what their devices are asked.
 
-The answers of devices are on the disk before a run's journal names them. A cohort is computed from
-those that were taken; a process that was killed does so again before it greets any device.
+The answers of devices are on the disk before the next step of their round begins. A cohort is
+computed from those that were taken; a process that was killed, or whose commit failed, does so
+again before any device is asked the next step.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -18,8 +20,10 @@ import numpy as np
 from triplane.cloud.federation.journal import RunRecord
 from triplane.cloud.federation.live import MakeEvent
 from triplane.cloud.federation.masked_cohort import CohortMean, GivenAnswer, MaskedCohort
-from triplane.cloud.federation.masked_spec import RoundEncoding, round_encoding
+from triplane.cloud.federation.masked_encoding import RoundEncoding, norms_at, round_encoding
+from triplane.cloud.federation.masked_spec import follows_updates
 from triplane.cloud.federation.run_projection import RunProjection, Turn, turn_of
+from triplane.cloud.federation.spec import fewest_left
 from triplane.cloud.federation.update_store import UpdateStore, printable
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.blobs import BlobFolder
@@ -28,8 +32,8 @@ from triplane.proto.roster import Roster
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.files import Like, like_of, read_state
 from triplane.unified_ir.federated.core.learn import BUFFER, PARAMETER, shared
-from triplane.unified_ir.federated.core.masked_round import answer_of, has_taken
-from triplane.unified_ir.federated.core.masked_step import STEPS, MaskedStep
+from triplane.unified_ir.federated.core.masked_round import GROUP_LEFT_OUT, answer_of, has_taken
+from triplane.unified_ir.federated.core.masked_step import STEPS, LostGroup, MaskedStep
 from triplane.unified_ir.federated.core.metric import metric_named
 from triplane.unified_ir.federated.core.run import (
     Exchange,
@@ -58,19 +62,24 @@ class RoundTerms:
     norms: tuple[float, ...]
     message: pb.MaskingStep
 
-    def input_bytes(self, cohort: int) -> int:
-        """Return the length of a masked input in a cohort."""
+    def input_bytes(self, devices: int) -> int:
+        """Return the length of a masked input of so many devices that are masked together."""
         fields = self.terms.fields
-        return sum(packed_bytes(field.entries, field.width(cohort)) for field in fields)
+        return sum(packed_bytes(field.entries, field.width(devices)) for field in fields)
 
 
 @dataclass(slots=True)
 class _OpenCohort:
-    """The masked round that a run is in. cohort: None until an answer was taken."""
+    """The masked round that a run is in. cohort: None until an answer was taken.
+
+    lock: held by the thread that takes answers. An exchange whose answers could not be committed
+    may still be under way when it is repeated.
+    """
 
     turn: Turn
     terms: RoundTerms
     cohort: MaskedCohort | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class MaskedCohorts:
@@ -102,22 +111,27 @@ class MaskedCohorts:
     ) -> MakeEvent:
         """Take the answers of a step; return the event `Exchanged`."""
         refused: Mapping[str, str] = {}
+        left_out: Mapping[str, tuple[str, ...]] = {}
         score: Score | None = None
         try:
-            refused, failure, score = await asyncio.to_thread(
+            refused, left_out, failure, score = await asyncio.to_thread(
                 self._exchange, record, projection.state, order
             )
         except (Corrupt, InvalidInput, NotFound) as error:  # an answer cannot be read back
             failure = str(error)
         reasons = {device: printable(reason) for device, reason in refused.items()}
         facts = {"run_id": record.id, "round": order.number, "step": order.step.value}
+        groups = [LostGroup(devices=d, reason=printable(why)) for why, d in left_out.items()]
         logger.info("masked step", extra={**facts, "refused": len(reasons), "failure": failure})
+        for group in groups:
+            logger.warning("masked group left out", extra={**facts, "reason": group.reason})
         return lambda _, at_s: Exchanged(
             at_s=at_s,
             number=order.number,
             attempt=order.attempt,
             step=order.step,
             refused=reasons,
+            left_out=tuple(groups),
             failure=printable(failure),
             score=score,
         )
@@ -140,20 +154,24 @@ class MaskedCohorts:
         """Return the terms of the run's open masked round."""
         return self._of(record, state).terms
 
-    def mean(self, record: RunRecord, state: RunState) -> tuple[dict[str, Array], CohortMean]:
-        """Return the mean change of a round that is reduced, by tensor; for a thread."""
+    def input_bytes(self, record: RunRecord, state: RunState, device: str) -> int:
+        """Return the length of the masked input of a device of the open round."""
         known = self._of(record, state)
-        cohort = known.cohort
-        if cohort is None or cohort.is_at(MaskedStep.REVEALS):
+        devices = known.cohort.group_size(device) if known.cohort else 0
+        return known.terms.input_bytes(max(devices, 1))  # outside of the cohort it is refused later
+
+    def means(
+        self, record: RunRecord, state: RunState
+    ) -> list[tuple[dict[str, Array], CohortMean]]:
+        """Return the mean changes of a round that is reduced, by tensor; for a thread.
+
+        There is one for each group that was not left out, and one in all without groups.
+        """
+        cohort = self._of(record, state).cohort
+        if cohort is None or not cohort.is_over:
             cohort = self._replayed(record, state)
-        like, mean = self._like(record), cohort.mean
-        change: dict[str, Array] = {}
-        kinds = [names for names in _sections(record, like) if names]
-        for names, vector in zip(kinds, mean.sections, strict=True):
-            sizes = [int(np.prod(like[name][1])) for name in names]
-            parts = np.split(vector, np.cumsum(sizes)[:-1])
-            change |= {n: x.reshape(like[n][1]) for n, x in zip(names, parts, strict=True)}
-        return change, mean
+        like = self._like(record)
+        return [(_by_tensor(record, like, mean), mean) for mean in cohort.means]
 
     def forget_before(self, run: str, turn: Turn | None) -> None:
         """Drop the round of a run unless it is the one of this turn."""
@@ -171,16 +189,21 @@ class MaskedCohorts:
 
     def _exchange(
         self, record: RunRecord, state: RunState, order: Exchange
-    ) -> tuple[dict[str, str], str, Score | None]:
+    ) -> tuple[Mapping[str, str], Mapping[str, tuple[str, ...]], str, Score | None]:
         known, round_ = self._of(record, state), state.round
-        if known.cohort is None or not known.cohort.is_at(order.step):
-            self._replayed(record, state)
-        assert known.cohort is not None
-        answers = [self._answer(record, lease, order.step) for lease in order.leases]
-        refused, failure = known.cohort.take(order.step, answers)
-        is_scored = order.step.next is None and round_ is not None and round_.evaluates
-        score = _mean_score(known.cohort.mean, order) if is_scored and not failure else None
-        return refused, failure and failure + _silent_text(state, order), score
+        score = None
+        with known.lock:
+            cohort = known.cohort
+            if cohort is None or not cohort.is_at(order.step):
+                cohort = self._replayed(record, state)
+            answers = [self._answer(record, lease, order.step) for lease in order.leases]
+            refused, failure = cohort.take(order.step, answers)
+            if failure:
+                # Without these answers: if they are not committed, others take their place.
+                self._replayed(record, state)
+            elif order.step.next is None and round_ is not None and round_.evaluates:
+                score = _mean_score(cohort.means[0], order)
+        return refused, cohort.left_out, failure and failure + _silent_text(state, order), score
 
     def _replayed(self, record: RunRecord, state: RunState) -> MaskedCohort:
         """Compute the cohort from the answers that were taken."""
@@ -188,7 +211,9 @@ class MaskedCohorts:
         assert round_ is not None
         terms = known.terms
         encoding = terms.encoding
-        cohort = MaskedCohort(terms.terms, encoding.parsed, terms.norms, encoding.noise)
+        # All who score are one group.
+        fewest = None if round_.evaluates else fewest_left(record.spec)
+        cohort = MaskedCohort(terms.terms, encoding.parsed, terms.norms, encoding.noise, fewest)
         for step in STEPS:
             taken = [x for x in round_.leases if has_taken(x, step) and answer_of(x, step)]
             if taken:
@@ -208,44 +233,44 @@ class MaskedCohorts:
     def _terms(self, record: RunRecord, state: RunState) -> RoundTerms:
         round_, base, masking = state.round, bytes.fromhex(state.shared), record.spec.masking
         assert round_ is not None
-        encoding, norms = self._encoding(record, state)
+        encoding = self._encoding(record, state)
         terms = MaskingTerms(
             run=record.id,
             base=score_base(base) if round_.evaluates else base,
             round=round_.number,
             attempt=round_.attempt,
             fields=encoding.parsed.fields,
+            groups=1 if round_.evaluates else masking.groups or 1,
             least=masking.least,
             lost_share=masking.lost_share,
             colluding_share=masking.colluding_share,
             failure=masking.failure,
+            encoding=wire.encoding_digest(encoding.message),
         )
         message = pb.MaskingStep(terms=wire.terms_message(terms), encoding=encoding.message)
-        return RoundTerms(terms, encoding, norms, message)
+        return RoundTerms(terms, encoding, encoding.norms, message)
 
-    def _encoding(
-        self, record: RunRecord, state: RunState
-    ) -> tuple[RoundEncoding, tuple[float, ...]]:
-        """Return the encoding of a round's inputs, and the norm of each section of an update."""
+    def _encoding(self, record: RunRecord, state: RunState) -> RoundEncoding:
+        """Return the encoding of a round's inputs."""
         round_, prepared = state.round, record.prepared
         assert prepared is not None
         assert round_ is not None
         assert round_.masked is not None
         if round_.evaluates:
             scores = ScoreEncoding(metric_named(prepared.metric), min(round_.masked.cap, MAX_CAP))
-            return RoundEncoding(pb.MaskingEncoding(cap=scores.cap), scores, None), ()
+            return RoundEncoding(pb.MaskingEncoding(cap=scores.cap), scores)
         like = self._like(record)
         parameters, buffers = (
             sum(int(np.prod(like[name][1])) for name in names) for names in _sections(record, like)
         )
-        encoding = round_encoding(
+        return round_encoding(
             record.spec,
             parameters=parameters,
             buffers=buffers,
             cap=_cap(record, round_.masked.cap),
             seed=_seed(state),
+            norms=norms_at(state) if follows_updates(record.spec) else None,
         )
-        return encoding, (encoding.message.norm,) * (bool(parameters) + bool(buffers))
 
     def _like(self, record: RunRecord) -> Like:
         if record.id not in self._likes:
@@ -266,8 +291,9 @@ def _silent_text(state: RunState, order: Exchange) -> str:
     """Return which devices of the cohort did not answer a step, or empty."""
     assert state.round is not None
     answered = {lease.device for lease in order.leases}
-    cohort = [x.device for x in state.round.leases if has_taken(x, MaskedStep.KEYS)]
-    silent = [device for device in cohort if device not in answered]
+    cohort = [x for x in state.round.leases if has_taken(x, MaskedStep.KEYS)]
+    left = [x.device for x in cohort if x.reason != GROUP_LEFT_OUT]
+    silent = [device for device in left if device not in answered]
     more = ", ..." if len(silent) > MAX_NAMED else ""
     names = ", ".join(silent[:MAX_NAMED]) + more
     return f"; no answer to the step {order.step} from {names}" if silent else ""
@@ -282,6 +308,17 @@ def _sections(record: RunRecord, like: Like) -> tuple[tuple[str, ...], tuple[str
         tuple(n for n in names if roles[n] == role) for role in (PARAMETER, BUFFER)
     )
     return parameters, buffers
+
+
+def _by_tensor(record: RunRecord, like: Like, mean: CohortMean) -> dict[str, Array]:
+    """Return the vectors of a mean as tensors."""
+    change: dict[str, Array] = {}
+    kinds = [names for names in _sections(record, like) if names]
+    for names, vector in zip(kinds, mean.sections, strict=True):
+        sizes = [int(np.prod(like[name][1])) for name in names]
+        parts = np.split(vector, np.cumsum(sizes)[:-1])
+        change |= {n: x.reshape(like[n][1]) for n, x in zip(names, parts, strict=True)}
+    return change
 
 
 def _cap(record: RunRecord, offered: int) -> int:

@@ -1,4 +1,4 @@
-"""What a masked run demands of its `Spec`, the defaults of `MaskedRounds`, and its encoding."""
+"""What a masked run demands of its `Spec`, and the defaults of `MaskedRounds`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import InvalidInput
 from triplane.proto.messages import message_from
 from triplane.unified_ir.federated.core import defaults
+from triplane.unified_ir.federated.core.limits import (
+    ADAPTIVE,
+    OFF,
+    check_no_start,
+    first_bound,
+    is_adaptive,
+)
 from triplane.unified_ir.federated.core.masked_step import PHASE_S
 
 if TYPE_CHECKING:
-    from triplane.unified_ir.federated.masking.encoding import UpdateEncoding
     from triplane.unified_ir.federated.masking.parameters import MaskingParameters
-    from triplane.unified_ir.federated.masking.scores import ScoreEncoding
-    from triplane.unified_ir.federated.privacy.distributed import DistributedNoise
 
 MAX_MASKED_COHORT: Final = 1000
 """Largest number of devices in a masked round: the list of their keys is one message of 0.3 MB, and
@@ -23,6 +27,14 @@ the shares of one device are a row of the database of at most 0.1 MB."""
 MAX_PHASE_S: Final = 86_400.0
 LEAST_NORM: Final = 1e-6
 MOST_NORM: Final = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class FewestLeft:
+    """What a round with groups needs when some of them are left out: groups, and their devices."""
+
+    groups: int = 1
+    devices: int = 1
 
 
 def fill_masking(spec: pb.Spec, *, quorum: int) -> None:
@@ -40,8 +52,17 @@ def fill_masking(spec: pb.Spec, *, quorum: int) -> None:
             f"a masked round has {MIN_COHORT} to {MAX_MASKED_COHORT} devices, and devices is "
             f"{devices}; set --devices"
         )
+    groups = masking.groups or 1
+    masking.groups = groups if groups > 1 else 0
+    size = devices // groups
+    if masking.groups and size < max(MIN_COHORT, masking.least):
+        raise InvalidInput(
+            f"{groups} groups of {devices} devices have {size} devices, and the sum of fewer than "
+            f"{max(MIN_COHORT, masking.least)} may not be unmasked: each group is a cohort of its "
+            "own. Ask more devices (--devices), or form fewer groups (--groups)"
+        )
     # More than half must sign the list of survivors anyway.
-    masking.least = masking.least or max(MIN_COHORT, min(quorum, devices // 2 + 1))
+    masking.least = masking.least or max(MIN_COHORT, min(quorum // groups, size // 2 + 1))
     is_asked = masking.HasField("lost_share")
     if not is_asked:
         masking.lost_share = defaults.LOST_SHARE
@@ -52,21 +73,32 @@ def fill_masking(spec: pb.Spec, *, quorum: int) -> None:
         raise InvalidInput(
             f"phase_s is above 0 and at most {MAX_PHASE_S:g} s, got {masking.phase_s:g}"
         )
-    _fill_parameters(masking, devices, max(quorum, masking.least))
+    _fill_parameters(masking, devices, quorum)
     if is_asked:
         _check_losses(masking, devices)
+
+
+def fewest_devices(masking: pb.MaskedRounds) -> int:
+    """Return the fewest devices that a masked round can begin with: the least of each group."""
+    return int(masking.least * (masking.groups or 1))
 
 
 def cohort_masking(spec: pb.Spec) -> pb.CohortMasking | None:
     """Return what the masking of a full cohort holds; None for a run without it."""
     if not spec.HasField("masking"):
         return None
-    return message_from(pb.CohortMasking, _parameters(spec.masking, spec.cohort.devices))
+    return message_from(pb.CohortMasking, _parameters(spec.masking, spec.cohort.devices)[0])
 
 
 def masking_text(spec: pb.Spec) -> str:
     """Describe the masking of a run whose defaults are filled in, for a full cohort."""
-    text, noise = _parameters(spec.masking, spec.cohort.devices).text(), spec.noise
+    masking, noise = spec.masking, spec.noise
+    text = _parameters(masking, spec.cohort.devices)[0].text()
+    if masking.groups:
+        text += (
+            f"\na hash of all keys forms {masking.groups} groups, and {spec.robustness.aggregator} "
+            "combines their means; a group that fails is left out"
+        )
     text += (
         f"\neach step after learning takes at most {spec.masking.phase_s:g} s (--phase-s), that of "
         f"shares longer if the round's deadline of {spec.cohort.deadline_s:g} s leaves more"
@@ -84,66 +116,55 @@ def masking_text(spec: pb.Spec) -> str:
 def least_and_honest(spec: pb.Spec) -> tuple[int, int] | None:
     """Return the fewest devices in a sum and how many of them are honest; None without masking.
 
-    Of a full cohort: a smaller one has no more colluders.
+    Of a full cohort: a smaller one has no more colluders. Where one with groups has, devices refuse
+    the round, as the noise is not what it costs.
     """
     if not spec.HasField("masking"):
         return None
     chosen = _parameters(spec.masking, spec.cohort.devices)
-    return chosen.least, chosen.least - chosen.colluding
+    return min(x.least for x in chosen), min(x.least - x.colluding for x in chosen)
 
 
-@dataclass(frozen=True, slots=True)
-class RoundEncoding:
-    """How the devices of a round encode updates or scores. noise: of each device, or None."""
-
-    message: pb.MaskingEncoding
-    parsed: UpdateEncoding | ScoreEncoding
-    noise: DistributedNoise | None
-
-    @property
-    def own_std(self) -> float:
-        """Deviation of each device's noise, in steps; 0 without."""
-        return 0.0 if self.noise is None else float(self.noise.variance**0.5)
+def follows_updates(spec: pb.Spec) -> bool:
+    """Return whether the norm bound of a masked run follows the updates, by their bits."""
+    return spec.HasField("masking") and is_adaptive(spec.robustness.norm_bound)
 
 
-def round_encoding(
-    spec: pb.Spec, *, parameters: int, buffers: int, cap: int, seed: int
-) -> RoundEncoding:
-    """Return the encoding of updates with so many entries. InvalidInput: the noise does not fit."""
-    from triplane.unified_ir.federated.masking import wire
-    from triplane.unified_ir.federated.masking.encoding import LEVEL_BITS
-    from triplane.unified_ir.federated.masking.noise import noise_for
+def first_norm(spec: pb.Spec) -> float:
+    """Return the norm bound of the first round of a masked run whose defaults are filled in."""
+    from triplane.unified_ir.federated.masking.adaptive import START
 
-    norm = float(spec.robustness.norm_bound)
-    message = pb.MaskingEncoding(
-        norm=norm, buffer_norm=norm, bits=LEVEL_BITS, cap=cap, seed=seed
-    )  # fmt: skip
-    parsed, counts = wire.encoding_of(message, parameters, buffers), least_and_honest(spec)
-    if not spec.HasField("noise") or counts is None:
-        return RoundEncoding(message, parsed, None)
-    noise = noise_for(parsed.sections[0], norm, spec.noise.multiplier, counts[1])
-    parsed = wire.encoding_of(
-        message, parameters, buffers, variance=noise.variance, least=spec.masking.least
-    )
-    return RoundEncoding(message, parsed, noise)
+    if spec.HasField("noise"):
+        return spec.noise.clip
+    return first_bound(spec.robustness.norm_bound, START)
 
 
-def _parameters(masking: pb.MaskedRounds, cohort: int) -> MaskingParameters:
+def _parameters(masking: pb.MaskedRounds, cohort: int) -> list[MaskingParameters]:
+    """Return the parameters for each size of the groups of a cohort, the smallest first."""
+    from triplane.unified_ir.federated.masking.groups import group_sizes
     from triplane.unified_ir.federated.masking.parameters import choose_parameters
 
-    return choose_parameters(
-        cohort,
-        least=masking.least,
-        lost_share=masking.lost_share,
-        colluding_share=masking.colluding_share,
-        failure=masking.failure,
-    )
+    return [
+        choose_parameters(
+            size,
+            cohort=cohort,
+            least=masking.least,
+            lost_share=masking.lost_share,
+            colluding_share=masking.colluding_share,
+            failure=masking.failure,
+        )
+        for size in sorted(set(group_sizes(cohort, masking.groups or 1)))
+    ]
 
 
-def _fill_parameters(masking: pb.MaskedRounds, devices: int, fewest: int) -> None:
+def _fill_parameters(masking: pb.MaskedRounds, devices: int, quorum: int) -> None:
     """Check that the smallest and the largest cohort of a run can be masked."""
     masking.failure = masking.failure or defaults.MASK_FAILURE
-    _parameters(masking, devices)
+    chosen = _parameters(masking, devices)
+    if masking.groups:
+        # What the colluders of a small group demand, so that a round begins with enough for it.
+        masking.least = max(x.least for x in chosen)
+    fewest = max(quorum, fewest_devices(masking))
     if fewest < devices:
         try:
             _parameters(masking, fewest)
@@ -156,28 +177,34 @@ def _fill_parameters(masking: pb.MaskedRounds, devices: int, fewest: int) -> Non
 
 def _check_losses(masking: pb.MaskedRounds, devices: int) -> None:
     """Refuse a share of lost devices that the least cohort does not leave."""
-    lost, holds = int(masking.lost_share * devices), _parameters(masking, devices)
-    if holds.lost < lost:
-        raise InvalidInput(
-            f"a round of {devices} devices of which {lost} are lost (lost share "
-            f"{masking.lost_share:g}) has fewer than the {holds.least} whose sum may be unmasked; "
-            "ask more devices, or state a smaller share of lost devices or a smaller least cohort"
-        )
+    for holds in _parameters(masking, devices):
+        lost = int(masking.lost_share * holds.devices)
+        if holds.lost < lost:
+            raise InvalidInput(
+                f"a {'group' if masking.groups else 'round'} of {holds.devices} devices of which "
+                f"{lost} are lost (lost share {masking.lost_share:g}) has fewer than the "
+                f"{holds.least} whose sum may be unmasked; ask more devices, or state a smaller "
+                "share of lost devices or a smaller least cohort"
+            )
 
 
-def check_norm_bound(spec: pb.Spec) -> None:
-    """Raise InvalidInput unless a masked run has a number that bounds the norm of updates."""
-    if not spec.HasField("masking"):
-        return
+def fill_norm_bound(spec: pb.Spec) -> None:
+    """Fill in where a bound begins that follows masked updates; everything else is filled in.
+
+    InvalidInput: a masked run has no bound, or one out of range; only a masked one has a start.
+    """
     text = spec.robustness.norm_bound
-    try:
-        bound = float(text)
-    except ValueError:
-        bound = 0.0
+    if not spec.HasField("masking"):
+        check_no_start(text)
+        return
+    from triplane.unified_ir.federated.masking.adaptive import START
+
+    bound = 0.0 if text == OFF else first_bound(text, START)
     if not LEAST_NORM <= bound <= MOST_NORM:
         raise InvalidInput(
-            f"a masked run needs a norm bound from {LEAST_NORM:g} to {MOST_NORM:g}, got "
-            f"{text[:40]!r}: the cloud sees no single update, so it cannot follow their "
-            "norms. Set --norm-bound to a number; triplane federate simulate --norm-bound says how "
-            "many updates a bound scales on data like that of the devices"
+            f"a masked run needs a norm bound from {LEAST_NORM:g} to {MOST_NORM:g}, because its "
+            f"updates are integers in a range; got {text[:40]!r}. Set --norm-bound to a number, or "
+            "leave it out, and it follows the updates"
         )
+    if text == ADAPTIVE and not spec.HasField("noise"):
+        spec.robustness.norm_bound = f"{ADAPTIVE}:{START:g}"

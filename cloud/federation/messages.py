@@ -41,7 +41,8 @@ class TaskFiles:
 
     inline: the state's bytes, if they are sent with the task. inline_bytes: largest update, in
     bytes, that the device may send within its contribution. masking: the step of a masked round.
-    own_std: deviation of the noise that the device adds to its masked integers, 0 for none.
+    own_std: deviation of the noise that the device adds to its masked integers, 0 for none;
+    own_bit_std: of that in its clipping bit.
     """
 
     plan: pb.Blob
@@ -51,6 +52,7 @@ class TaskFiles:
     inline_bytes: int = 0
     masking: pb.MaskingStep | None = None
     own_std: float = 0.0
+    own_bit_std: float = 0.0
 
 
 def run_message(
@@ -94,7 +96,7 @@ def _add_state(message: pb.Run, projection: RunProjection, *, rounds: bool, down
     message.revision = projection.revision
     if projection.metric != ACCURACY.name:  # which earlier releases do not name
         message.metric = projection.metric
-    message.members.extend(_member(m) for _, m in sorted(state.members.items()))
+    message.members.extend(_member(m, state) for _, m in sorted(state.members.items()))
     for kind, count in sorted(state.refusals.items()):
         newest = projection.refused.get(kind, "")
         message.refusals.reasons.add(kind=kind, count=count, newest=newest)
@@ -122,7 +124,8 @@ def _step_text(state: RunState) -> str:
     )
 
 
-def _member(member: RunMember) -> pb.Member:
+def _member(member: RunMember, state: RunState) -> pb.Member:
+    lease = open_lease(state, member.device)
     return message_from(
         pb.Member,
         member,
@@ -130,6 +133,7 @@ def _member(member: RunMember) -> pb.Member:
         reason=member.settled.reason if member.settled else "",
         why=[pb.Dropped(reason=reason, count=n) for reason, n in member.why.items()],
         waits=None,
+        base=lease.base.version if lease and lease.base else None,
     )
 
 
@@ -166,6 +170,7 @@ def _at_hand(state: RunState, down: int) -> list[pb.Round]:
             lost=tally[Outcome.LOST],
             bytes_down=down,
             bytes_up=sum(x.update.size for x in at_hand.leases if x.update),
+            left_out=at_hand.left_out,
         )
     ]
 
@@ -196,6 +201,7 @@ def task_message(
         cohort=fewest_updates(spec),
         returns=state.watch.returns,
         masking=files.masking,
+        base=lease.base.version if lease.base else None,
     )
     if state.rules >= RULES_WITH_WATCHES:
         task.included = bytes.fromhex(state.members[device].included_lease)
@@ -205,7 +211,8 @@ def task_message(
         task.evaluate.CopyFrom(pb.Evaluate(steps=spec.hyperparameters.inner_steps))
     else:
         task.learn.CopyFrom(pb.Learn(compression=spec.compression, keep=spec.keep))
-        if (terms := noise_terms(spec, state, files.own_std)) is not None:
+        terms = noise_terms(spec, state, files.own_std, files.own_bit_std)
+        if terms is not None:
             task.noise.CopyFrom(terms)
         is_clear = not (spec.HasField("flower") or spec.HasField("masking"))
         task.takes_vector = is_clear and not spec.compression

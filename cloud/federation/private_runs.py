@@ -112,6 +112,7 @@ def check_rows(spec: pb.Spec, robustness: Robustness, *, buffers: bool = False) 
         robustness=robustness,
         privacy=privacy_of(spec),
         masked=least_and_honest(spec),
+        groups=spec.masking.groups or 1,
         strategy=spec.HasField("flower"),
         app=spec.flower.app,
         buffers=buffers,
@@ -124,10 +125,13 @@ def check_tensors(spec: pb.Spec, state: Mapping[str, Array], frozen: Collection[
         check_release(privacy, state, frozen, spec.cohort.devices)
 
 
-def noise_terms(spec: pb.Spec, state: RunState, own_std: float) -> pb.NoiseTerms | None:
+def noise_terms(
+    spec: pb.Spec, state: RunState, own_std: float, own_bit_std: float
+) -> pb.NoiseTerms | None:
     """Return what a device does with its update, and what the round costs it; None for nothing.
 
-    own_std: deviation of the noise that it adds to its integers, 0 for none.
+    own_std: deviation of the noise that it adds to its integers, 0 for none. own_bit_std: of that
+    in its clipping bit.
     """
     privacy = privacy_of(spec)
     if privacy is None:
@@ -139,6 +143,7 @@ def noise_terms(spec: pb.Spec, state: RunState, own_std: float) -> pb.NoiseTerms
         most_uses=privacy.most_uses,
         delta=privacy.delta,
         own_std=own_std,
+        own_bit_std=own_bit_std,
         clip_bit=bool(privacy.quantile),
     )
 
@@ -149,9 +154,9 @@ def published_change(
     """Return what a round publishes of the mean of `contributed` updates with noise of devices.
 
     As with central noise, a missing device counts as zeros, and tensors that stay as they are lose
-    their noise.
+    their noise. Of a group, the divisor is the number of devices over that of groups.
     """
-    share = contributed / spec.cohort.devices
+    share = contributed * (spec.masking.groups or 1) / spec.cohort.devices
     return {n: np.zeros_like(x) if n in frozen else x * share for n, x in change.items()}
 
 

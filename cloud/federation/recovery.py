@@ -55,6 +55,7 @@ class Recovery:
         # Before any run is live: no device can upload a file that this would remove.
         await asyncio.to_thread(self._updates.sweep, needed, since_s)
         await asyncio.to_thread(self._results.noise.keep_only, {r.id for r, _ in stored})
+        self._runs.expect(record for record, projection in stored if projection is not None)
         for record, projection in stored:
             if projection is not None:
                 try:
@@ -82,7 +83,7 @@ class Recovery:
         """Make a run live. NoRoom: the disk has no room for it yet."""
         # Before the run is live: a power cut may have damaged small states, which devices would
         # fetch.
-        await self._results.restore(record.id)
+        await self._results.restore(record, projection)
         if record.spec.HasField("flower"):
             await self._flower.take_up(record)
         await self._masked.take_up(record, projection)

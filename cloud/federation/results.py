@@ -14,6 +14,7 @@ import json
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -22,10 +23,10 @@ import sqlalchemy as sa
 
 from triplane.cloud.federation import journal
 from triplane.cloud.federation.children import Children, Planned
-from triplane.cloud.federation.journal import Prepared, RunRecord
+from triplane.cloud.federation.journal import Prepared, RunRecord, references
 from triplane.cloud.federation.live import MakeEvent, Write
 from triplane.cloud.federation.masked_cohorts import MaskedCohorts
-from triplane.cloud.federation.masked_spec import round_encoding
+from triplane.cloud.federation.masked_encoding import next_norms, round_encoding
 from triplane.cloud.federation.noise_store import NoiseStore
 from triplane.cloud.federation.private_runs import (
     check_rows,
@@ -108,13 +109,15 @@ class Results:
                 blobs.disk.remove(left)
         blobs.disk.sync_folder(blobs.folder)  # later writes rely on the states that it named
 
-    async def restore(self, run: str) -> None:
+    async def restore(self, record: RunRecord, projection: RunProjection) -> None:
         """Write again the small states of a run that a power cut damaged or removed. NoRoom.
 
         The run is not live before that, so nobody reads the states meanwhile.
         """
-        states = await self._db.read(lambda c: journal.small_states(c, run))
-        await asyncio.to_thread(self._restore, states)
+        states = await self._db.read(lambda c: journal.small_states(c, record.id))
+        # The row of a spoilt state stays until the next reduction, but nothing needs its file.
+        needed = states.keys() & references(record, projection)
+        await asyncio.to_thread(self._restore, {name: states[name] for name in needed})
 
     def _restore(self, states: Mapping[bytes, bytes]) -> None:
         for sha256, data in states.items():
@@ -189,14 +192,16 @@ class Results:
         await claim(self._db, self._blobs, known)
 
         def write(connection: sa.Connection, after: RunProjection) -> None:
-            journal.save_small_states(connection, record.id, small, kept=after.state.good)
+            kept = references(replace(record, slots=bytes.fromhex(slots)), after)
+            journal.save_small_states(connection, record.id, small, kept)
             if slots != record.slots.hex():
                 journal.change(connection, record.id, slots=bytes.fromhex(slots))
 
         left_out = tuple(order.leases[at].device for at in done.left_out)
         return reduced_event(
-            order, state, done.scaled, charged=charged, clip=done.clip, left_out=left_out
-        ), write
+            order, state, done.scaled, charged=charged, clip=done.clip,
+            buffer_clip=done.buffer_clip, left_out=left_out,
+        ), write  # fmt: skip
 
     def _reduce(
         self,
@@ -234,20 +239,25 @@ class Results:
     ) -> Reduction:
         # The graphs come with them.
         from triplane.unified_ir.federated.algorithms import algorithm
-        from triplane.unified_ir.federated.algorithms.aggregators import UNLIMITED, reduce_round
+        from triplane.unified_ir.federated.algorithms.aggregators import reduce_round
 
         prepared, spec, at_hand = record.prepared, record.spec, before.round
         assert prepared is not None
         assert at_hand is not None
         limits, like = robustness_of(spec), like_of(state)
+        own, norms = frozenset(buffers(prepared.roles)), (0.0, 0.0)
         row, hyper = algorithm(spec.algorithm), hyper_of(spec)
         if at_hand.masked is not None:
             # Devices kept the limits, and the sum was held to them when it was unmasked.
-            change, mean = self._masked.mean(record, before)
+            means = self._masked.means(record, before)
+            norms = next_norms(spec, before, [mean for _, mean in means], state, own)
             if before.budget is not None:
-                change = published_change(spec, change, mean.devices, prepared.frozen)
-            updates = [RoundUpdate(mean.weight, lambda: change)]
-            limits = UNLIMITED
+                means = [
+                    (published_change(spec, change, mean.devices, prepared.frozen), mean)
+                    for change, mean in means
+                ]
+            updates = [RoundUpdate(mean.weight, partial(dict, change)) for change, mean in means]
+            limits = limits.of_sums
         else:
             updates = self._round_updates(record, order, like)
         if before.budget is not None and at_hand.masked is None:
@@ -255,15 +265,16 @@ class Results:
                 self.noise, spec, before, state, slots, updates, leases=order.leases,
                 frozen=prepared.frozen, server=row.server, hyper=hyper,
             )  # fmt: skip
-        return reduce_round(
+        done = reduce_round(
             state, slots, updates, robustness=limits,
             draws=Draws(spec.seed, order.number, "", "buckets"),
             weighting=prepared.weighting, server=row.server, hyper=hyper,
-            buffers=frozenset(buffers(prepared.roles)),
+            buffers=own,
             shares=row.shares(
                 hyper, like, updates=len(order.leases), members=at_hand.population
             ),
         )  # fmt: skip
+        return replace(done, clip=norms[0], buffer_clip=norms[1])
 
     def _round_updates(self, record: RunRecord, order: Reduce, like: Like) -> list[RoundUpdate]:
         def opened(lease: Lease) -> dict[str, Array]:
@@ -382,12 +393,9 @@ class Results:
             return
         updates = self._updates.forget(closed.leases)
         self._masked.forget_before(new.id, turn_of(after.state.round))
-        needed = {after.state.shared, after.state.good, new.slots.hex(), ""}
-        stale = {before.state.shared, before.state.good, old.slots.hex()} - needed
-        if new.prepared is None or self._shares_plan(new):
-            stale = set()  # another run may be at the same bytes
-        else:
-            stale.discard(new.prepared.state)
+        stale = references(old, before) - references(new, after)
+        if self._shares_plan(new):
+            stale = frozenset()  # the other run may publish the same bytes; `collect` looks again
         # After the commit, so that an error only leaves files behind.
         asyncio.get_running_loop().run_in_executor(None, self._drop, new.id, updates, stale)
 
@@ -402,11 +410,11 @@ class Results:
         except (OSError, TriplaneError):
             logger.exception("noise stays", extra={"run_id": record.id})
 
-    def _drop(self, run: str, updates: set[bytes], stale: set[str]) -> None:
+    def _drop(self, run: str, updates: Iterable[bytes], stale: Iterable[bytes]) -> None:
         try:
             self._updates.remove(updates)
-            for name in stale:
-                self._blobs.remove(bytes.fromhex(name))
+            for sha256 in stale:
+                self._blobs.remove(sha256)
         except (OSError, TriplaneError):
             logger.exception("old files stay", extra={"run_id": run})
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
-from triplane.cloud.federation.masked_spec import check_norm_bound, fill_masking
+from triplane.cloud.federation.masked_spec import FewestLeft, fill_masking, fill_norm_bound
 from triplane.cloud.federation.private_runs import check_rows, fill_noise
 from triplane.cloud.registry.names import Reference, check_alias, check_name
 from triplane.proto import federation_pb2 as pb
@@ -62,7 +62,7 @@ def with_defaults(asked: pb.Spec) -> pb.Spec:
     fill_masking(spec, quorum=least_updates(spec.cohort.devices, spec.cohort.quorum))
     if spec.HasField("noise") or spec.HasField("masking"):
         check_rows(spec, robustness_of(spec))
-        check_norm_bound(spec)
+    fill_norm_bound(spec)
     _fill_scores(spec)
     if spec.alias:
         check_alias(spec.alias)
@@ -84,6 +84,15 @@ def fewest_updates(spec: pb.Spec) -> int:
     if spec.HasField("masking"):
         return spec.masking.least
     return least_updates(spec.cohort.devices, spec.cohort.quorum)
+
+
+def fewest_left(spec: pb.Spec) -> FewestLeft:
+    """Return what a masked round of a run needs when some of its groups are left out."""
+    limits, cohort = robustness_of(spec), spec.cohort
+    return FewestLeft(
+        groups=limits.row.least(limits.all_numbers),
+        devices=least_updates(cohort.devices, cohort.quorum),
+    )
 
 
 def check_population(name: str) -> None:
@@ -189,7 +198,8 @@ def _fill_robustness(spec: pb.Spec) -> None:
             )
         asked.returns = 0
     limits = robustness_of(spec)
-    limits.check_count(least_updates(spec.cohort.devices, spec.cohort.quorum))
+    fewest = least_updates(spec.cohort.devices, spec.cohort.quorum)
+    limits.check_count(fewest, groups=spec.masking.groups or 1)
     spec.robustness.norm_bound, spec.robustness.aggregator = limits.norm_bound, limits.aggregator
     spec.robustness.numbers.update(limits.all_numbers)
     spec.robustness.returns = limits.returns

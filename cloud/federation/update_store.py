@@ -75,6 +75,7 @@ KINDS: Final[Mapping[str, str]] = {
     "clipping": "it changes more than the strategy's clipping norm",
     "kind":     "an update where a score was asked for, or the other way round",
     "masking":  "an answer of a masked round that does not fit its terms or its step",
+    "base":     "it was learned from another state than that of its lease",
 }
 # fmt: on
 
@@ -378,6 +379,21 @@ def refusal_event(device: str, lease: str, kind: str, reason: str) -> MakeEvent:
         return Refused(at_s=at_s, device=device, lease=lease, kind=kind, reason=text)
 
     return make
+
+
+def wrong_base(state: RunState, device: str, contribution: pb.Contribution) -> MakeEvent | None:
+    """Return the event that refuses a contribution to another base than its lease has, or None."""
+    lease = open_lease(state, device)
+    if lease is None or lease.base is None or not contribution.HasField("base"):
+        return None
+    base, wanted, lease_id = contribution.base, lease.base.version, contribution.lease.hex()
+    if lease.id != lease_id or base == wanted:
+        return None
+    reason = (
+        f"the lease learns from state {wanted} of the run, the contribution from state {base}; "
+        "learn again from the state that the task names"
+    )
+    return refusal_event(device, lease_id, "base", reason)
 
 
 def printable(text: str) -> str:

@@ -18,7 +18,7 @@ from triplane.proto import federation_pb2 as pb
 from triplane.proto.blobs import BlobFolder
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.files import INLINE_BYTES
-from triplane.unified_ir.federated.core.lease_changes import open_lease
+from triplane.unified_ir.federated.core.lease_changes import base_of, open_lease
 from triplane.unified_ir.federated.core.masked_round import is_in_step
 
 MAX_TOLD: Final = 32
@@ -49,7 +49,7 @@ class WorkDocuments:
         self._down: dict[str, tuple[Turn | None, dict[str, int]]] = {}
         self._steps: dict[str, tuple[Turn | None, set[tuple[str, str | None]]]] = {}
         self._sizes: dict[str, int] = {}
-        self._states: dict[str, tuple[str, bytes]] = {}  # by run: its shared state, and its bytes
+        self._states: dict[str, tuple[str, bytes]] = {}  # by run: a small state, and its bytes
 
     def forget(self, run: str) -> None:
         """Drop what is cached of a run that has ended."""
@@ -102,23 +102,28 @@ class WorkDocuments:
     def _files(self, run: LiveRun, name: str, *, inline: bool) -> messages.TaskFiles:
         """Return the files of a task. inline: send a small state with it, in one task at most."""
         prepared, state, spec = run.record.prepared, run.projection.state, run.record.spec
+        lease = open_lease(state, name)
         assert prepared is not None
+        assert lease is not None
+        base = base_of(state, lease)
         asked = self._flower.message(run.record.id, state, name) if spec.flower.app else ""
         masking = self._masked.asks(run.record, state, name)
         learns = masking is None or masking.HasField("keys")  # later steps need no state
-        data = self._small_state(run) if inline and learns and not spec.flower.app else b""
+        data = self._small_state(run, base) if inline and learns and not spec.flower.app else b""
         if data:
             self.bytes_down(run).setdefault(name, len(data))
-        own_std = 0.0
+        own_std = own_bit_std = 0.0
         if masking is not None:
             self._count_step(run, name, masking)
-            own_std = self._masked.terms(run.record, state).encoding.own_std
+            encoding = self._masked.terms(run.record, state).encoding
+            own_std, own_bit_std = encoding.own_std, encoding.own_bit_std
         return messages.TaskFiles(
             self._blob(prepared.plan),
-            self._blob(state.shared),
+            self._blob(base),
             self._blob(asked) if asked else None,
             masking=masking,
             own_std=own_std,
+            own_bit_std=own_bit_std,
             inline=data,
             inline_bytes=0 if spec.HasField("flower") else INLINE_BYTES,
         )
@@ -135,14 +140,13 @@ class WorkDocuments:
             down = self.bytes_down(run)
             down[name] = down.get(name, 0) + masking.ByteSize()
 
-    def _small_state(self, run: LiveRun) -> bytes:
-        """Return the shared state if it is small, else empty bytes. It is read once a round."""
-        shared = run.projection.state.shared
+    def _small_state(self, run: LiveRun, base: str) -> bytes:
+        """Return a state of a run if it is small, else empty bytes. It is read once a round."""
         known = self._states.get(run.record.id)
-        if known is None or known[0] != shared:
-            sha256 = bytes.fromhex(shared)
-            small = self._blob(shared).size <= INLINE_BYTES
-            known = shared, self._blobs.find(sha256).read_bytes() if small else b""
+        if known is None or known[0] != base:
+            sha256 = bytes.fromhex(base)
+            small = self._blob(base).size <= INLINE_BYTES
+            known = base, self._blobs.find(sha256).read_bytes() if small else b""
             self._states[run.record.id] = known
         return known[1]
 
@@ -156,11 +160,12 @@ class WorkDocuments:
         """Raise unless an open task of the device names the blob; InvalidInput."""
         for run in self._runs():
             state, prepared = run.projection.state, run.record.prepared
+            lease = open_lease(state, device)
             # A device without an open lease reads nothing: states of runs are for their members.
-            if open_lease(state, device) is None or prepared is None:
+            if lease is None or prepared is None:
                 continue
             message = self._flower.message(run.record.id, state, device)
-            if blob.hex() in {prepared.plan, state.shared, message}:
+            if blob.hex() in {prepared.plan, base_of(state, lease), message}:
                 down = self.bytes_down(run)
                 down[device] = down.get(device, 0) + self._blob(blob.hex()).size
                 return

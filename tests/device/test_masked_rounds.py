@@ -16,6 +16,8 @@ from triplane.device.masked_rounds import MAX_OPEN
 from triplane.device.memory import Memory
 from triplane.device.task_runner import InProcessExecutor
 from triplane.proto import federation_pb2 as pb
+from triplane.unified_ir.federated.masking import wire
+from triplane.unified_ir.federated.masking.messages import MaskingCohort
 
 
 @pytest.mark.parametrize("inline_bytes", [65536, 0])
@@ -48,6 +50,46 @@ def test_a_whole_round_gives_the_update_and_nothing_else(tmp_path, inline_bytes)
         assert np.linalg.norm(mean - wanted) < bound
         assert np.linalg.norm(wanted) > 10 * bound, "the bound tells something"
     assert [p.name for p in (tmp_path / "ann/pending").iterdir()] == [f"{RUN}.update"]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_devices_that_are_told_other_norms_have_no_cohort_where_they_send_bits(tmp_path, share):
+    """Or a cloud would give the others a norm that nobody has, and read the bit of one device."""
+
+    async def story():
+        async with play(tmp_path, encoding={"bit_share": share}) as made:
+            keys = await made.answered(made.round.step())
+            others = made.new_round(encoding={"bit_share": share, "norm": 1e-6})
+            mine, key = wire.advertisement_of(keys.keys)
+            both = [mine, *(device.advertise() for device in others.simulated)]
+            cohort = MaskingCohort(advertisements=tuple(sorted(both, key=lambda a: a.device)))
+            message = wire.cohort_message(cohort, {**others.verifier.keys, mine.device: key})
+            return await made.asked(made.round.step(share=message))
+
+    said = within(story())
+    if share:
+        assert "not signed by its identity key for run" in said.declined
+    else:
+        assert said.WhichOneof("outcome") == "masked", "as before there were bits"
+
+
+def test_a_device_says_of_its_update_whether_it_was_short(tmp_path):
+    """By its own norm before it was clipped, for parameters and buffers apart."""
+
+    async def story(norm, buffer_norm):
+        folder = tmp_path / f"{norm}-{buffer_norm}"
+        folder.mkdir()
+        values = {"bit_share": 0.5, "norm": norm, "buffer_norm": buffer_norm}
+        async with play(folder, encoding=values) as made:
+            sums = made.round.sum(await made.answered(await made.reach("unmask")))
+            return made.round.codec.sums_of_bits(sums, 4, cohort=4)
+
+    change = plain_change(tmp_path)
+    sizes = [float(np.linalg.norm(change[name])) for name in ("w", "bias")]
+    # The three simulated devices send zeros, which are short.
+    for longer in ((True, False), (False, True)):
+        norms = [x * (2.1 if y else 1.9) for x, y in zip(sizes, longer, strict=True)]
+        assert within(story(*norms)) == tuple(3 + (1 if y else -1) for y in longer)
 
 
 @pytest.mark.parametrize("upto", ["share", "sign"])

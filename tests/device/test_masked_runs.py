@@ -58,6 +58,20 @@ def test_a_masked_run_of_devices_gives_the_model_of_a_run_in_the_clear_but_for_t
     assert 0 < distance(hidden, clear, before) < 0.1 * distance(clear, before, before)
 
 
+def test_the_bound_of_a_masked_run_follows_the_bits_of_devices(tmp_path):
+    async def story():
+        async with cloud_of(tmp_path) as cloud:
+            clients = [await client_of(cloud, tmp_path, n, i) for i, n in enumerate(NAMES)]
+            async with taking_part(*clients):
+                request = masked_request(model="tiny@1", norm="adaptive:64", rounds=4)
+                return (await result_of(cloud, request))[0]
+
+    run = within(story())
+    assert not run.refusals.reasons
+    bounds = [r.norm_bound for r in run.rounds if not r.evaluates]
+    assert bounds == pytest.approx([64 * np.exp(-i / 2) for i in range(4)]), "all are short"
+
+
 @pytest.mark.parametrize("step", ["inputs", "signatures", "reveals"])
 def test_a_run_that_is_stopped_while_devices_mask_finishes_the_round_and_can_be_resumed(
     tmp_path, step

@@ -131,5 +131,5 @@ WORDS = (
     "scaled by the norm 0.5 to which it is clipped, the encoding says 1",
     "relies on no noise of the cloud",
     "deviation of 1 to",
-    "no clipping bit",
+    "a clipping bit gets noise of the device exactly if",
 )

@@ -160,7 +160,13 @@ def test_another_process_that_charges_is_waited_for(tmp_path):
         ({"delta": 0.0}, "delta"),
         ({"own_std": 3.0}, "no noise of its own"),
         ({"masked": True}, "no noise of the cloud in masked rounds"),
-        ({"masked": True, "own_std": 3.0, "clip_bit": True}, "no clipping bit"),
+        ({"masked": True, "own_std": 3.0, "clip_bit": True}, "a clipping bit gets noise"),
+        ({"masked": True, "own_std": 3.0, "own_bit_std": 3.0}, "a clipping bit gets noise"),
+        ({"clip_bit": True, "own_bit_std": 3.0}, "a clipping bit gets noise"),
+        (
+            {"masked": True, "own_std": 3.0, "clip_bit": True, "own_bit_std": 0.5},
+            "deviation of 1 to",
+        ),
         *(
             ({"masked": True, "own_std": x}, "deviation of 1 to")
             for x in (0.5, -3.0, 1e9, float("nan"), float("inf"))

@@ -5,6 +5,7 @@ import errno
 import hashlib
 import logging
 import threading
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -16,13 +17,14 @@ from tests.support.deadlines import within
 from triplane.device import FederatedClient
 from triplane.device.client import Graphs
 from triplane.device.home import DeviceHome
-from triplane.device.memory import Memory
+from triplane.device.memory import KIND, PERSONAL, REMAINDER, UPDATE, Memory, check_base
 from triplane.device.task_runner import TaskRunner
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.disk import OsDisk
 from triplane.unified_ir.federated.core.compress import LEVELS
 from triplane.unified_ir.federated.core.files import INLINE_BYTES, like_of, most_bytes, read_update
 from triplane.unified_ir.federated.core.vector import VectorLayout, decode_vector
+from triplane.unified_ir.files import container
 from triplane.unified_ir.runtime import Limits
 
 SHARD = plans.shard(held_out=6)
@@ -226,6 +228,41 @@ def test_an_update_that_waits_is_sent_again_byte_for_byte_by_the_next_process(tm
     first, again, arrived = within(story())
     assert again == first
     assert arrived
+
+
+def test_an_update_is_not_sent_for_a_lease_that_names_another_state_now(tmp_path):
+    """Learned by one process from one state; the next one is asked for it with another."""
+
+    async def story():
+        async with staged(tmp_path / "stage") as stage:
+            async with serving(client_at(stage, tmp_path / "ann", SHARD)):
+                await stage.offer()
+                first = await learnt(stage, 1, base=4)
+            stage.heard.clear()
+            digest = stage.plan()[1]
+            changed = {"state": stage.state(digest, w=np.ones((2, 1), np.float32))}
+            async with serving(client_at(stage, tmp_path / "ann", SHARD)):
+                await stage.offer()
+                return first, await learnt(stage, 1, base=4, **changed)
+
+    first, second = within(story())
+    assert (first.WhichOneof("outcome"), first.base) == ("update", 4)
+    assert "was learned from the state" in second.declined
+    assert second.base == 4
+
+
+def test_an_update_of_an_earlier_release_does_not_say_from_which_state_it_was_learned(tmp_path):
+    kept, path = memory(tmp_path), tmp_path / "ann" / "pending" / f"{RUN}.update"
+    path.parent.mkdir(parents=True)
+    facts = {
+        "run": RUN, "round": 1, "lease": lease(1).hex(), "examples": 4, "loss": 0.5, "seconds": 0.1,
+    }  # fmt: skip
+    parts = [container.part(UPDATE, b"bytes")]
+    parts += [container.tensor_part(name, {}) for name in (PERSONAL, REMAINDER)]
+    properties = {name: str(value) for name, value in facts.items()}
+    container.write(path, KIND, parts, properties=properties)
+    assert [asdict(x.facts) for x in kept.pending()] == [{**facts, "base": ""}]
+    check_base(kept.pending()[0].facts, bytes(32))
 
 
 def test_a_device_offers_itself_again_to_a_cloud_that_restarted(tmp_path):

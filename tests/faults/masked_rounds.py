@@ -30,8 +30,8 @@ async def killed_runs(lab, devices, kills, rng, tally):
     async with living(devices):
         while tally.killed < kills:
             request = masked_request(
-                len(NAMES), model="tiny@1", rounds=ROUNDS, phase_s=120.0, scores="masked",
-                evaluate_every=EVERY,
+                len(NAMES), model="tiny@1", rounds=ROUNDS, phase_s=120.0, norm="adaptive:8",
+                scores="masked", evaluate_every=EVERY,
                 cohort={"deadline_s": 600.0, "patience_s": 120.0},
             )  # fmt: skip
             run_id = await lab.start(request)
@@ -67,6 +67,15 @@ def check_journal(lab, run, devices):
     for event in events:
         projection, _ = follow(projection, event)
     assert projection == last
+    bounds = {r.number: r.norm_bound for r in run.rounds if not r.evaluates}
+    assert len({*bounds.values()}) > 3, "they follow the updates"
+    told = {
+        (k.task.round, k.task.masking.encoding.norm)
+        for d in devices
+        for k in d.kept
+        if k.task.run == run.id and k.told.HasField("masked")
+    }
+    assert told == {*bounds.items()}
     taken = [(e.lease, e.answer.step, e.answer.blob) for e in events if isinstance(e, Masked)]
     assert len(taken) == len(set(taken)) == ANSWERED * len(STEPS) * len(NAMES)
     leases = {lease for lease, _, _ in taken}

@@ -17,7 +17,7 @@ from triplane.unified_ir.federated.core import learn
 from triplane.unified_ir.federated.core.draws import Draws
 from triplane.unified_ir.federated.core.files import read_state, write_state
 from triplane.unified_ir.federated.core.limits import RoundUpdate
-from triplane.unified_ir.federated.core.run import Arrived, Outcome, Phase, Reduced
+from triplane.unified_ir.federated.core.run import Arrived, Outcome, Phase, Reduced, Restarted
 from triplane.unified_ir.runtime import Plan
 
 KILLS_OF_CLOUD, KILLS_OF_ALL = 16, 36
@@ -64,7 +64,24 @@ def check_exact(lab, kills, rng, tally):
         assert not run.refusals.reasons
     assert set(digests) == {digests[0]}
     check_acknowledged(lab, rough)
+    check_states(lab, [calm, *rough])
     return rough
+
+
+def check_states(lab, runs):
+    """What runs reference is there, and the states that they published before are there no more.
+
+    A kill between a commit and the removals that follow it leaves the state of one round.
+    """
+    there, needed, published = {x.name for x in lab.home.blobs.iterdir()}, set(), set()
+    restarts = 0
+    for run in runs:
+        entry, projection, events = lab.journaled(run.id)
+        needed |= {sha256.hex() for sha256 in journal.references(entry, projection)}
+        published |= {event.shared for event in events if isinstance(event, Reduced)}
+        restarts += sum(isinstance(event, Restarted) for event in events)
+    assert needed <= there
+    assert len((published - needed) & there) <= restarts
 
 
 def check_acknowledged(lab, runs):
@@ -116,7 +133,10 @@ def check_replays(lab, kills, rng, tally):
 
 
 def replayed(lab, run_id):
-    """How many states of the journal follow from its counted updates alone, learnt again here."""
+    """How many rounds led to states that follow from counted updates alone, learnt again here.
+
+    A round after which the run returns to an earlier state is one of them.
+    """
     entry, last, events = lab.journaled(run_id)
     folder, prepared = lab.home.blobs, entry.prepared
     assert prepared is not None
@@ -137,7 +157,7 @@ def replayed(lab, run_id):
             reduced += 1
         projection, _ = follow(projection, event)
     assert projection == last
-    return reduced
+    return reduced + projection.state.watch.returns
 
 
 def reduced_again(plan, state, slots, projection, entry):

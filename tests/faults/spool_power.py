@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import shutil
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from triplane.cloud.federation.federation import Federation
 from triplane.cloud.federation.journal import Prepared, RunRecord
 from triplane.cloud.federation.spec import with_defaults
 from triplane.cloud.federation.tables import SMALL
+from triplane.cloud.registry.collecting import MIN_AGE_S, unwanted
 from triplane.cloud.registry.conversions import Conversions
 from triplane.cloud.registry.registry import Registry
 from triplane.cloud.store import Database
@@ -97,10 +99,28 @@ class Story:
         found = self.states()
         assert found == (self.expected or found)
         assert not [*(root / "blobs" / "partial").iterdir()]
+        self._check_collected(root)
         updates = root / "federation" / "updates"
         left = {path.name for path in [*updates.iterdir(), *(updates / "partial").iterdir()]}
         known = {sha256(content).hex() for content in self.given.updates.values()}
         assert left - {"partial"} <= known, "what may still be meant is swept a minute later"
+
+    def _check_collected(self, root):
+        """What the run references is there; the collector removes all that a crash left beside it.
+
+        Without a crash there is nothing else.
+        """
+        with contextlib.closing(Database.open(self.url)) as database:
+            ask = unwanted(
+                database, BlobFolder(root / "blobs"), [journal.referenced],
+                older_than_s=MIN_AGE_S, clock=lambda: time.time() + 2 * MIN_AGE_S,
+            )  # fmt: skip
+            left = {blob.sha256.hex() for blob in asyncio.run(ask)}
+            rows = {sha256.hex() for sha256 in database.read_now(journal.small_states)}
+        names = {path.name for path in (root / "blobs").iterdir() if path.is_file()}
+        assert names - left == self._named()
+        assert rows <= self._named()
+        assert not left or self.expected, "nothing stays where nobody was killed"
 
     def states(self):
         """Shared states in the order in which they were reduced."""
@@ -188,20 +208,24 @@ class Story:
 
     def check(self, root):
         """What was acknowledged is journaled; what the journal names is there, whole."""
-        entry, projection, events = self.journaled()
+        _, projection, events = self.journaled()
         arrived = {e.lease: e.update.blob for e in events if isinstance(e, Arrived)}
         assert self.acknowledged.items() <= arrived.items()
-        named = [
-            entry.prepared.plan,
-            entry.prepared.state,
-            projection.state.shared,
-            entry.slots.hex(),
-        ]
-        for name in filter(None, named):
+        for name in self._named():
             assert self._is_there(root / "blobs" / name)
         for lease in projection.state.round.leases if projection.state.round else ():
             if lease.update:
                 assert self._is_there(root / "federation" / "updates" / lease.update.blob)
+
+    def _named(self):
+        """The blobs of the run's plan and of the states that it still needs."""
+        entry, projection, _ = self.journaled()
+        assert entry.prepared is not None
+        state = projection.state
+        named = (
+            entry.prepared.plan, entry.prepared.state, state.shared, state.good, entry.slots.hex(),
+        )  # fmt: skip
+        return {name for name in named if name}
 
     def _is_there(self, path):
         """In its row, or as a durable file."""

@@ -3,13 +3,18 @@
 import contextlib
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 
 from triplane.unified_ir.federated.core.learn import Shard
+from triplane.unified_ir.federated.privacy.clipping import l2_norm
+from triplane.unified_ir.federated.study.masked_sums import MaskedSum
 from triplane.unified_ir.federated.study.server import MeanServer
 
 MOST_EXAMPLES = 2**32 - 1
+UNCLIPPED = 1e6
+"""Norm of a change from which a device decides the mean of its masked sum."""
 
 
 class LyingServer:
@@ -55,6 +60,28 @@ def largest(contribution):
         for name, x in contribution.change.items()
     }
     return replace(contribution, change=change)
+
+
+@contextlib.contextmanager
+def taking_the_bound_of_sums():
+    """Let devices with huge changes decide the mean of their sum, as long as the norm bound.
+
+    Nobody sees what one device adds, and it may add any integers. The cloud refuses a mean that is
+    longer than those of honest devices can be, so this is the most that a liar gets who knows the
+    changes of the others. The direction is that of the liars' own changes. Where the bound follows
+    bits, they make all of the sum's long, which raises it.
+    """
+    honest = MaskedSum.mean_and_bits
+
+    def mean_and_bits(self, updates):
+        liars = [(1, change) for _, change in updates if l2_norm(change) > UNCLIPPED]
+        result, bits = honest(self, liars or updates)
+        longer = self.norm / l2_norm(result) if liars else 1.0
+        lies = tuple(-len(updates) for _ in bits) if liars else bits
+        return {name: x * longer for name, x in result.items()}, lies
+
+    with mock.patch.object(MaskedSum, "mean_and_bits", mean_and_bits):
+        yield
 
 
 def boasting(contribution):

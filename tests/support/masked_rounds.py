@@ -39,6 +39,7 @@ class MaskedRound:
     ):
         self.encoding = pb.MaskingEncoding(**{**ENCODING, **dict(encoding)})
         self.codec = wire.encoding_of(self.encoding, parameters, buffers)
+        digest = wire.encoding_digest(self.encoding)
         message = pb.MaskingTerms(
             **{
                 "attempt": 0, "least": 3, "lost_share": 0.3, "colluding_share": 0.0,
@@ -47,7 +48,7 @@ class MaskedRound:
             fields=[pb.MaskedField(entries=f.entries, bits=f.bits) for f in self.codec.fields],
         )  # fmt: skip
         self.message = message
-        self.terms = wire.terms_of(message, run=run, round_=round_, base=state)
+        self.terms = wire.terms_of(message, run=run, round_=round_, base=state, encoding=digest)
         self.verifier = ListedKeys()
         self.cloud = MaskingCloud(self.terms, verifier=self.verifier)
         self.simulated = [self._device(number) for number in range(simulated)]
@@ -72,7 +73,7 @@ class MaskedRound:
 
     def zeros(self):
         update = [np.zeros(size, np.float32) for size in self.sizes if size]
-        return self.codec.encode(update, 1)
+        return self.codec.encode(update, 1, [True] * len(update))
 
     def position(self, device):
         return self.cloud.session.devices.index(device)
@@ -87,6 +88,11 @@ class MaskedRound:
         for device in self.simulated:
             self.cloud.add_keys(device.advertise())
         self.cohort = self.cloud.cohort()
+        # The groups of other devices, if there are several, are nothing to the real ones.
+        real = {answer.keys.device for answer in answers}
+        self.cloud = next(g for g in self.cloud.groups if real <= set(g.session.devices))
+        inside = set(self.cloud.session.devices)
+        self.simulated = [d for d in self.simulated if d.advertise().device in inside]
         return self.step(share=wire.cohort_message(self.cohort, self.verifier.keys))
 
     def mask(self, *answers):
@@ -125,9 +131,7 @@ class MaskedRound:
 
     def mean(self, sums):
         """The sections of the weighted mean, and the weight."""
-        return self.codec.decode(
-            sums, len(self.cloud.contributors), cohort=len(self.cohort.advertisements)
-        )
+        return self.codec.decode(sums, len(self.cloud.contributors), cohort=len(self.cloud.session))
 
     def _position_of(self, device):
         return self.position(device.advertise().device)

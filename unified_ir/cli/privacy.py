@@ -33,7 +33,7 @@ NOISE_FIELDS: Final = {
 }
 MASKING_FIELDS: Final = {
     "least_cohort": "least", "lost_share": "lost_share", "colluding_share": "colluding_share",
-    "mask_failure": "failure",
+    "mask_failure": "failure", "groups": "groups",
 }
 NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
     **dict.fromkeys(
@@ -58,8 +58,10 @@ lets later rounds take back a part of the noise. It does not cover the scores of
 --noise central, hide updates from the people who run the cloud.
   --epsilon 4 --devices 100 --clip 0.5 --separation 10 --correlated
 --mask lets the cloud learn the sum of a round only (secure aggregation). With --noise distributed
-beside it the devices add the noise, which then protects from the cloud, too.
+beside it the devices add the noise, which then protects from the cloud, too. With --groups and
+--aggregator the cloud learns a sum for each group, and lies in a few groups may be left out.
   --mask --noise distributed --epsilon 8 --devices 20 --clip 0.5
+  --mask --norm-bound 2 --devices 30 --groups 6 --aggregator multi-krum
 """
 
 
@@ -99,7 +101,8 @@ def privacy_options() -> list[click.Parameter]:
         ),
         click.Option(
             ["--clip-quantile"], metavar="SHARE", type=click.FloatRange(0.01, 0.99),
-            help="Let the norm follow this quantile of the changes' norms.  [default: it is fixed]",
+            help="Let the norm follow this quantile of the changes' norms, by bits that get noise "
+            "and are charged.  [default: it is fixed]",
         ),
         click.Option(
             ["--separation"], metavar="N", type=click.IntRange(1, central.MAX_BANDS),
@@ -136,6 +139,11 @@ def privacy_options() -> list[click.Parameter]:
             type=click.FloatRange(0, 1, min_open=True, max_open=True),
             help="Probability that the bounds on a device's neighbours do not hold.  "
             f"[default: {defaults.MASK_FAILURE:g}]",
+        ),
+        click.Option(
+            ["--groups"], metavar="N", type=click.IntRange(2, 1000),
+            help="Divide the devices of a round at random into so many groups that are masked "
+            "apart; --aggregator then combines their means.  [default: one group]",
         ),
     ]  # fmt: skip
 
@@ -179,25 +187,32 @@ def study_privacy(options: Mapping[str, Any]) -> DifferentialPrivacy | None:
 
 def study_masking(options: Mapping[str, Any]) -> MaskedStudy | None:
     """Return the masking of a study; InvalidInput: it has no norm that bounds its integers."""
+    from triplane.unified_ir.federated.core.limits import ADAPTIVE, OFF, first_bound, is_adaptive
+    from triplane.unified_ir.federated.masking.adaptive import START
     from triplane.unified_ir.federated.privacy.settings import CLIP
     from triplane.unified_ir.federated.study.masked_sums import MaskedStudy
 
     asked, noise, limits = options[MASKING], options[NOISE], options[LIMITS]
     if asked is None:
         return None
-    norm = limits.get("norm_bound", "") if noise is None else noise.get("clip", CLIP)
-    if norm in {"", "adaptive", "off"}:
+    bound = limits.get("norm_bound", ADAPTIVE)
+    if bound == OFF:
         raise InvalidInput(
-            "masked updates are integers in a fixed range, so --mask needs --norm-bound NUMBER, "
-            "about three times the usual norm of a change, or --clip with noise"
+            "masked updates are integers in a range that follows from their norm, so --mask needs "
+            "a bound; set --norm-bound to a number, or leave it out"
         )
+    norm, follows = first_bound(bound, START), is_adaptive(bound)
+    if noise is not None:
+        norm, follows = noise.get("clip", CLIP), "clip_quantile" in noise
     cap = limits.get("max_examples", MASKED_CAP)
-    return MaskedStudy(norm=float(norm), cap=cap, **asked)
+    return MaskedStudy(norm=norm, follows=follows, cap=cap, **asked)
 
 
 def study_facts(options: dict[str, Any]) -> dict[str, Any]:
     """Return what limits devices, adds noise and masks in a study, by option, for its page."""
     facts = dict(options[NOISE] or limit_facts(options))
     if options[MASKING] is not None:
-        facts |= {"masking": "yes", **options[MASKING]}
+        asked = options[MASKING]
+        stated = {name: asked[k] for name, k in MASKING_FIELDS.items() if k in asked}
+        facts |= {"masking": "yes", **stated}
     return facts

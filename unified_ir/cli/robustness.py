@@ -32,7 +32,8 @@ def limit_options() -> list[click.Parameter]:
         click.Option(
             ["--norm-bound"], metavar="BOUND", callback=_bound,
             help="Largest norm of a device's change: adaptive (twice the round's lower median), "
-            "off, or a number.  [default: adaptive]",
+            "off, or a number; with --mask it follows the median over rounds, and adaptive:START "
+            "sets the first one.  [default: adaptive]",
         ),
         click.Option(
             ["--max-examples"], metavar="N", type=click.IntRange(1, MAX_EXAMPLES),

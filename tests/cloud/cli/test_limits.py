@@ -114,6 +114,8 @@ def test_an_aggregator_and_a_strategy_are_not_both_taken(model):
 
 
 def test_people_see_scaled_updates_and_returns():
+    follows = pb.Round(number=1, asked=3, counted=3, norm_bound=1.4321, closed_s=2.0, opened_s=1.0)
+    assert round_row(follows)[-1] == "norm bound 1.43"
     scaled = pb.Round(number=1, asked=3, counted=3, scaled=2, closed_s=2.0, opened_s=1.0)
     assert round_row(scaled)[-1] == "2 updates above the norm bound"
     returned = pb.Round(number=2, counted=3, returned="the loss is large; returned", closed_s=3.0)

@@ -1,6 +1,7 @@
 """The options of noise and of masking: the same in runs and studies, and none without effect."""
 
 import json
+import re
 
 import click
 import pytest
@@ -20,6 +21,7 @@ VALUES = {
     "epsilon": "4", "delta": "1e-6", "noise": "central", "noise_multiplier": "1.5", "clip": "0.3",
     "clip_quantile": "0.4", "separation": "5", "correlated": "", "most_uses": "7", "mask": "",
     "least_cohort": "4", "lost_share": "0.2", "colluding_share": "0.05", "mask_failure": "1e-9",
+    "groups": "3",
 }  # fmt: skip
 """A valid value of every option; empty for a flag."""
 
@@ -94,7 +96,9 @@ def test_options_that_were_set_are_in_the_request_and_others_are_the_cloud_s():
     assert adaptive is not None
     assert adaptive.quantile == 0.4
     masked = spec_of(*arguments("mask", *MASKING_FIELDS)).masking
-    assert masked == pb.MaskedRounds(least=4, lost_share=0.2, colluding_share=0.05, failure=1e-9)
+    assert masked == pb.MaskedRounds(
+        least=4, lost_share=0.2, colluding_share=0.05, failure=1e-9, groups=3
+    )
 
 
 def test_the_time_of_a_step_is_an_option_of_masked_runs():
@@ -141,8 +145,27 @@ def test_a_masked_study_prints_what_masking_relies_on(model):
     assert said.exit_code == 0, said.output
     assert "masking for 9 devices" in said.stderr
     assert "it encrypts nothing" in said.stderr
-    refused = simulated(model, "--mask")
-    assert "--mask needs --norm-bound NUMBER" in str(refused.exception)
+    for more in ((), ("--norm-bound", "adaptive:2")):
+        follows = simulated(model, "--mask", *more)
+        assert follows.exit_code == 0, follows.output
+    refused = simulated(model, "--mask", "--norm-bound", "off")
+    assert "so --mask needs a bound" in str(refused.exception)
+    refused = simulated(model, "--norm-bound", "adaptive:2")
+    assert "which only masked rounds need" in str(refused.exception)
+
+
+@pytest.mark.long
+def test_a_study_shows_the_groups_of_its_masked_rounds(model, tmp_path):
+    page = tmp_path / "o.html"
+    masked = ("--mask", "--norm-bound", "2", "--groups", "3")
+    said = simulated(model, *masked, "--aggregator", "median", "--out", str(page))
+    assert said.exit_code == 0, said.output
+    assert "masking for groups of 3 of 9 devices" in said.stderr
+    assert "the mean of each of the 3 groups is one input of the aggregator" in said.stderr
+    shown = page.read_text()
+    assert re.search(r"groups</\w+>\s*<\w+>3<", shown)
+    refused = simulated(model, *masked)
+    assert "'group-sums' does not compose with the mean of updates" in str(refused.exception)
 
 
 @pytest.mark.slow

@@ -92,3 +92,18 @@ def test_a_masked_run_says_what_its_masking_holds():
     run.spec.ClearField("masking")
     assert masking_lines(run) == []
     assert "masked" not in headline(run)
+
+
+def test_a_masked_run_in_groups_says_what_a_group_is():
+    masking = MaskedRounds(least=4, lost_share=0.1, colluding_share=0.1, failure=1e-6, groups=5)
+    spec = Spec(model="m@1", masking=masking, cohort=Cohort(devices=30))
+    spec.robustness.aggregator = "median"
+    run = Run(id="0" * 16, spec=spec)
+    lines = masking_lines(run)
+    assert lines[0].startswith("masking for groups of 6 of 30 devices: ")
+    combined = "a hash of all keys forms 5 groups, and median combines their means; "
+    assert f"{combined}a group that fails is left out" in lines
+    assert "the cloud learns sums over 4 or more devices, in 5 groups" in headline(run)
+    reason = "group 2 of 5: too few"
+    round_ = Round(number=1, asked=30, counted=24, closed_s=2.0, opened_s=1.0, left_out=reason)
+    assert round_row(round_)[-1] == "left out: group 2 of 5: too few"

@@ -25,17 +25,23 @@ STEPS = ("keys", "share", "mask", "sign", "unmask")
 
 
 def masked_request(
-    devices=3, *, lost_share=None, colluding_share=0.0, phase_s=20.0, norm=NORM, **fields
+    devices=3,
+    *,
+    lost_share=None,
+    colluding_share=0.0,
+    phase_s=20.0,
+    norm: float | str = NORM,
+    **fields,
 ):
     """A masked run of so many devices."""
     masking = pb.MaskedRounds(colluding_share=colluding_share, phase_s=phase_s)
     if lost_share is not None:
         masking.lost_share = lost_share
-    masking.least = fields.pop("least", 3)
+    masking.least, masking.groups = fields.pop("least", 3), fields.pop("groups", 0)
     # Tests of the rounds that learn look at each score; those of masked scores ask for them.
     fields = {"scores": "clear"} | fields
     cohort = {"devices": devices, "quorum": 1.0} | fields.pop("cohort", {})
-    robustness = pb.Robustness(norm_bound=str(norm))
+    robustness = pb.Robustness(norm_bound=str(norm), aggregator=fields.pop("aggregator", ""))
     return start_request(masking=masking, cohort=cohort, robustness=robustness, **fields)
 
 
@@ -72,8 +78,9 @@ class MaskedDevice(Device):
     """Learns and masks. lost: the step from which on it is silent, by round. answers: all sent.
 
     twist: changes an answer before it is sent. lies: masks the largest integers instead of its
-    update. in_the_clear: sends its update as if the round were not masked. repeats: sends each
-    answer twice, and all earlier ones of the round again.
+    update; bits: what it masks as its bits, if it lies about them. in_the_clear: sends its update
+    as if the round were not masked. repeats: sends each answer twice, and all earlier ones of the
+    round again.
     """
 
     lost: dict[int, str] = field(default_factory=dict)
@@ -82,6 +89,7 @@ class MaskedDevice(Device):
     answers: list[tuple[pb.Task, pb.Contribution]] = field(default_factory=list)
     twist: Any = None
     lies: bool = False
+    bits: int | None = None
     in_the_clear: bool = False
     repeats: bool = False
     scored: dict[int, learn.LearnerScore] = field(default_factory=dict)
@@ -160,20 +168,28 @@ class MaskedDevice(Device):
         made = learn.learn(plan, work_of(task, self.name), self.shard)
         sections = sections_of(made.change, plan)
         sizes = [sum(x.size for x in kind.values()) for kind in sections]
-        variance = round(task.noise.own_std**2)
+        variance, bit_variance = round(task.noise.own_std**2), round(task.noise.own_bit_std**2)
+        asked = task.masking.encoding
         encoding = wire.encoding_of(
-            task.masking.encoding, *sizes, variance=variance, least=task.masking.terms.least
-        )
-        kinds = [clipped(kind, task.masking.encoding.norm) for kind in sections if kind]
+            asked, *sizes, variance=variance, bit_variance=bit_variance,
+            least=task.masking.terms.least,
+        )  # fmt: skip
+        bounded = zip(sections, (asked.norm, asked.buffer_norm), strict=True)
+        pairs = [(kind, norm) for kind, norm in bounded if kind]
+        kinds = [clipped(kind, norm) for kind, norm in pairs]
+        is_short = [length_of(kind) <= asked.bit_share * norm for kind, norm in pairs]
         flat = [np.concatenate([x.reshape(-1) for x in kind.values()]) for kind in kinds]
-        vectors = encoding.encode(flat, made.examples)
+        vectors = encoding.encode(flat, made.examples, is_short)
         if variance:
-            levels, weight = vectors
-            drawn = secret.discrete_gaussian(len(levels), variance)
-            vectors = levels.astype(np.int64) + drawn, weight
+            vectors = tuple(
+                x.astype(np.int64) + secret.discrete_gaussian(len(x), v) if v else x
+                for x, v in zip(vectors, (variance, 0, bit_variance), strict=False)
+            )
         if self.lies:
-            for vector in vectors[:-1]:
+            for vector in vectors[: len(flat)]:
                 vector[:] = 255
+        if self.bits is not None:
+            vectors[-1][:] = self.bits
         change = {name: x for kind in kinds for name, x in kind.items()}
         return self._advertised(
             task, task.state.sha256, encoding, vectors, change, made.examples,
@@ -190,7 +206,10 @@ class MaskedDevice(Device):
         )
 
     def _advertised(self, task, base, encoding, vectors, *kept):
-        terms = wire.terms_of(task.masking.terms, run=task.run, round_=task.round, base=base)
+        terms = wire.terms_of(
+            task.masking.terms, run=task.run, round_=task.round, base=base,
+            encoding=wire.encoding_digest(task.masking.encoding),
+        )  # fmt: skip
         assert terms.fields == encoding.fields
         known: dict = {}
         device = MaskingDevice(
@@ -220,8 +239,12 @@ def sections_of(change, plan):
     return parts
 
 
+def length_of(kind):
+    return np.sqrt(sum(float(np.square(x.astype(np.float64)).sum()) for x in kind.values()))
+
+
 def clipped(kind, norm):
-    length = np.sqrt(sum(float(np.square(x.astype(np.float64)).sum()) for x in kind.values()))
+    length = length_of(kind)
     factor = np.float32(min(1.0, norm / length)) if length else np.float32(1)
     return {name: x * factor for name, x in kind.items()}
 

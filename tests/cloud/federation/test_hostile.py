@@ -95,6 +95,12 @@ def of_another_lease(device, task):
     return told(device, task, update_bytes(task, honest(device, task), lease="0" * 32))
 
 
+def of_another_base(device, task):
+    update = told(device, task, update_bytes(task, honest(device, task)))
+    update.base = task.base + 1
+    return update
+
+
 def personal_tensor(device, task):
     change = honest(device, task)
     roles = dict.fromkeys(change, "parameter") | {min(change): "personal"}
@@ -273,6 +279,7 @@ HOSTILE = (
     (missing_tensor,     "names"),
     (other_runs,         "foreign"),
     (of_another_lease,   "foreign"),
+    (of_another_base,    "base"),
     (personal_tensor,    "personal"),
     (garbage,            "damaged"),
     (truncated,          "damaged"),

@@ -21,7 +21,9 @@ from triplane.cloud.federation.run_projection import RunProjection, follow, spre
 from triplane.cloud.federation.tables import EVENTS, SMALL_STATES
 from triplane.cloud.store import Database
 from triplane.proto.errors import Conflict, Corrupt
+from triplane.unified_ir.federated.core import lease_changes
 from triplane.unified_ir.federated.core import run as core
+from triplane.unified_ir.federated.core.lease_base import LeaseBase
 from triplane.unified_ir.federated.core.masked_step import MaskedProgress, MaskedStep, StepAnswer
 from triplane.unified_ir.federated.core.run import Event
 
@@ -215,6 +217,41 @@ def test_the_collector_is_told_every_blob_that_a_run_needs(database):
     database.write_now(lambda c: journal.change(c, run, slots=b"\5" * 32))
     wanted = {bytes.fromhex(PREPARED.plan), bytes.fromhex(PREPARED.state), b"\5" * 32}
     assert database.read_now(journal.referenced) == wanted
+
+
+def test_a_run_references_the_states_of_its_row_and_of_its_leases(database):
+    events, projections = told()
+    run = begun(database).id
+    record = dataclasses.replace(entry(), slots=b"\5" * 32)
+    first = frozenset({bytes.fromhex(PREPARED.plan), bytes.fromhex(PREPARED.state), record.slots})
+    assert {journal.references(record, x) for x in (None, projections[0])} == {first}
+    assert journal.references(record, projections[-1]) == first | {b"\xdd" * 32}
+    state = projections[-3].state  # round 2 is open
+    (asked, *_) = state.round.leases
+    older = dataclasses.replace(asked, base=LeaseBase(version=0, state="ee" * 32))
+    state = lease_changes.put_lease(state, older)
+    projection = dataclasses.replace(projections[-3], state=state)
+    assert journal.references(record, projection) == first | {b"\xdd" * 32, b"\xee" * 32}
+
+    def write(connection):
+        journal.prepare(connection, run, PREPARED)
+        journal.append(connection, run, events[: projection.revision], projection.revision)
+        journal.snapshot(connection, run, projection)
+
+    database.write_now(write)
+    wanted = journal.references(dataclasses.replace(record, slots=b""), projection)
+    assert database.read_now(journal.referenced) == wanted
+
+
+def test_small_states_that_are_still_needed_keep_their_rows(database):
+    run = begun(database).id
+    one, two = ({hashlib.sha256(x).hexdigest(): x} for x in (b"one", b"two"))
+    kept = frozenset({hashlib.sha256(b"one").digest()})
+    database.write_now(lambda c: journal.save_small_states(c, run, one))
+    database.write_now(lambda c: journal.save_small_states(c, run, two, kept))
+    assert set(database.read_now(journal.small_states).values()) == {b"one", b"two"}
+    database.write_now(lambda c: journal.save_small_states(c, run, one, kept))
+    assert set(database.read_now(journal.small_states).values()) == {b"one"}
 
 
 @pytest.mark.parametrize(

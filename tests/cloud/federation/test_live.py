@@ -13,15 +13,20 @@ from tests.cloud.federation.journals import PREPARED, entry
 
 from triplane.cloud.federation import journal, live
 from triplane.cloud.federation.live import LiveRun
+from triplane.cloud.federation.live_runs import LiveRuns
 from triplane.cloud.federation.spec import with_defaults
 from triplane.cloud.store import Database
+from triplane.proto import federation_pb2 as pb
 from triplane.proto.disk import NoRoom
 from triplane.proto.errors import Corrupt, Unavailable
 from triplane.unified_ir.federated.core.lease_changes import lease_of
+from triplane.unified_ir.federated.core.masked_step import STEPS, MaskedStep, StepAnswer
 from triplane.unified_ir.federated.core.run import (
     NEWEST_RULES,
     Arrived,
+    Exchanged,
     Joined,
+    Masked,
     Phase,
     Reduced,
     Stopped,
@@ -68,7 +73,7 @@ class Reducer:
         self.orders.append(order)
         self.begun.set()
         await self.opened.wait()
-        state = digest("".join(x.update.blob for x in order.leases).encode())
+        state = digest("".join((x.update or x.answers[-1]).blob for x in order.leases).encode())
 
         def make(now, at_s):
             if now.phase is not Phase.REDUCING or now.turn[0] != order.number:
@@ -78,7 +83,10 @@ class Reducer:
         return make, None
 
     async def exchange(self, record, projection, order):
-        raise AssertionError("not masked")
+        self.orders.append(order)
+        return lambda _, at_s: Exchanged(
+            at_s=at_s, number=order.number, attempt=order.attempt, step=order.step, refused={}
+        )
 
     async def judged(self, record, projection, order):
         pass
@@ -116,6 +124,26 @@ class Played:
 
         return asyncio.ensure_future(self.run.put(make, data))
 
+    async def answering(self, step, text=""):
+        """The answers of all devices to a step of a masked round; returns after their commit."""
+        round_ = self.run.projection.state.round
+        assert round_ is not None
+        answers = [(x, f"{x.device} {step}{text}") for x in round_.leases]
+        await asyncio.gather(*(self._answered(lease, step, data) for lease, data in answers))
+
+    def step(self) -> Any:
+        """The step of the masked round, as of the newest commit."""
+        round_ = self.run.projection.state.round
+        return round_ and round_.masked and round_.masked.step
+
+    async def _answered(self, lease, step, data):
+        answer = StepAnswer(step=step, blob=digest(data.encode()), size=len(data))
+
+        def make(_, at_s):
+            return Masked(at_s=at_s, device=lease.device, lease=lease.id, answer=answer)
+
+        return await self.run.put(make, data.encode())
+
     def rows(self):
         run = self.run.record.id
         named = [digest(b"ann 1"), digest(b"bob 1")]
@@ -128,14 +156,14 @@ class Played:
         return self.database.read_now(lambda c: journal.events(c, self.run.record.id))
 
 
-def played(tmp_path, tell, *, open_=True):
-    """Run `tell(played)` on a run of two devices whose first round is open; what it returns."""
+def played(tmp_path, tell, *, open_=True, names=NAMES, **fields):
+    """Run `tell(played)` on a run of devices whose first round is open; what it returns."""
 
     async def story():
         async with asyncio.timeout(DEADLINE_S):
             opened = Counted.open(f"sqlite:///{tmp_path / 'cloud.db'}")
             with contextlib.closing(opened) as database:
-                asked = with_defaults(spec(model="tiny@1", rounds=3))
+                asked = with_defaults(spec(model="tiny@1", rounds=3, **fields))
                 prepared = replace(PREPARED, rules=NEWEST_RULES)
                 made = entry(spec=asked, prepared=prepared)
                 database.write_now(lambda c: journal.begin(c, made))
@@ -146,7 +174,7 @@ def played(tmp_path, tell, *, open_=True):
                 )
                 run.start()
                 try:
-                    for name in NAMES:
+                    for name in names:
                         await run.put(joined(name))
                     if open_:
                         worker.opened.set()
@@ -264,6 +292,51 @@ def test_a_reduction_of_committed_updates_counts_though_its_own_commit_was_refus
     assert played(tmp_path, tell, open_=False) == 1
 
 
+MASKED: Any = {
+    "names": ("ann", "bob", "cem"),
+    "masking": pb.MaskedRounds(colluding_share=0.0),
+    "cohort": {"devices": 3},
+    "robustness": pb.Robustness(norm_bound="1"),
+}
+
+
+def test_a_step_of_a_masked_round_is_one_commit_and_the_last_one_has_the_next_state(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(live, "HOLD_S", DEADLINE_S)
+
+    async def tell(it):
+        commits = []
+        for step in STEPS:
+            await it.answering(step)
+            commits.append(it.database.commits)
+        assert it.run.projection.state.turn == (2, False)
+        return commits, [type(e) for e in it.journaled()[3:]]
+
+    commits, kinds = played(tmp_path, tell, **MASKED)
+    assert commits == [1, 2, 3, 4, 5]
+    assert kinds == [Masked, Masked, Masked, Exchanged] * 5 + [Reduced]
+
+
+def test_a_masked_step_begins_only_once_the_answers_before_it_are_committed(tmp_path, monkeypatch):
+    monkeypatch.setattr(live, "RETRY_S", 0.0)
+    monkeypatch.setattr(live, "HOLD_S", DEADLINE_S)
+
+    async def tell(it):
+        it.database.fails = NoRoom("the database has no room")
+        with pytest.raises(Unavailable, match="no room"):
+            await it.answering(MaskedStep.KEYS)
+        assert it.step() is MaskedStep.KEYS
+        await it.answering(MaskedStep.KEYS, " again")
+        assert it.step() is MaskedStep.SHARES
+        lost, taken = ([x.answers[0].blob for x in order.leases] for order in it.worker.orders)
+        return lost, taken, [e.answer.blob for e in it.journaled() if isinstance(e, Masked)]
+
+    lost, taken, journaled = played(tmp_path, tell, **MASKED)
+    assert journaled == taken
+    assert not set(lost) & set(taken)
+
+
 def test_who_is_held_when_the_run_ends_with_the_process_is_told_to_come_again(
     tmp_path, monkeypatch
 ):
@@ -327,3 +400,23 @@ def test_a_run_that_is_over_does_not_say_that_it_waits_for_room(tmp_path, monkey
         return it.run.projection.state.reason
 
     assert played(tmp_path, tell) in {"lunch", "the result cannot be used: the state is damaged"}
+
+
+def test_a_run_of_an_earlier_process_shares_its_plan_before_it_is_live_again(tmp_path):
+    """Else another run could remove a state that it is about to need."""
+    stored, other = entry(id="1" * 16), entry(id="2" * 16)
+    strange = replace(other, prepared=replace(PREPARED, plan_digest="another"))
+    worker: Any = Reducer()
+
+    async def life():
+        with contextlib.closing(Database.open(f"sqlite:///{tmp_path / 'cloud.db'}")) as database:
+            runs = LiveRuns(database, lambda: 1.0, "e")
+            assert not runs.shares_plan(other)
+            runs.expect([stored])
+            shared = [runs.shares_plan(x) for x in (other, stored, strange)]
+            run = runs.add(stored, journal.first_projection(stored), worker, worker)
+            shared.append(runs.shares_plan(other))
+            await runs.drop(run)  # as where the disk has no room
+            return [*shared, runs.shares_plan(other)]
+
+    assert asyncio.run(life()) == [True, False, False, True, True]

@@ -1,6 +1,7 @@
 """Whole masked runs over mutual TLS: sums, losses, dishonest devices, devices that are spent."""
 
 import asyncio
+import itertools
 import secrets
 
 import numpy as np
@@ -19,12 +20,18 @@ from tests.cloud.federation.given import (
 from tests.cloud.federation.masked import NORM, MaskedDevice, masked_request, weighted_mean
 from tests.support.deadlines import within
 
+from triplane.cloud.cli.runs import run_text
+from triplane.cloud.federation import live
+from triplane.cloud.federation.live import LiveRun
 from triplane.cloud.registry import Push
 from triplane.cloud.server import running
 from triplane.cloud.trust.rosters import change_roster
 from triplane.proto import federation_pb2 as pb
+from triplane.proto.disk import NoRoom
 from triplane.proto.identity import key_digest
 from triplane.unified_ir.federated.core.files import INLINE_BYTES, read_state
+from triplane.unified_ir.federated.core.masked_step import STEPS
+from triplane.unified_ir.federated.core.run import Exchanged
 from triplane.unified_ir.federated.masking import range_for
 
 NAMES = ("ann", "bob", "cem", "dia", "eli", "fay")
@@ -132,6 +139,28 @@ def test_the_state_of_a_masked_run_moves_by_the_weighted_mean_of_the_updates(
         assert tasks["ann"].masking.encoding.cap == cap
         assert len(secrets_of[0].sections) == 1 + (model == "own")
         check_mean(states[number, False], states[following], secrets_of, cap)
+
+
+@pytest.mark.long
+def test_commits_that_fail_while_answers_are_taken_change_no_sum(tmp_path, monkeypatch):
+    """The cohort has taken the answers by then; the devices send them once more."""
+    monkeypatch.setattr(live, "RETRY_S", 0.0)
+    commit, tried = LiveRun._commit, set()
+
+    async def refused_once(self, before, batch):
+        step = next((x.event.step for x, _ in batch.steps if isinstance(x.event, Exchanged)), None)
+        if step is not None and (step, batch.state.state.turn[0]) not in tried:
+            tried.add((step, batch.state.state.turn[0]))
+            raise NoRoom("the database has no room")
+        return await commit(self, before, batch)
+
+    monkeypatch.setattr(LiveRun, "_commit", refused_once)
+    run, devices, states = within(run_of(tmp_path, 3, masked_request(rounds=1)))
+    assert run.phase == pb.Run.DONE, run.reason
+    assert len(tried) == len(STEPS)
+    assert (run.rounds[0].counted, run.rounds[0].lost) == (3, 0)
+    secrets_of = [next(iter(d.open.values())) for d in devices]
+    check_mean(states[1, False], states[1, True], secrets_of, 24)
 
 
 @pytest.mark.long
@@ -254,6 +283,60 @@ def test_a_sum_beyond_what_honest_devices_can_send_is_refused(tmp_path):
     run, _, _ = within(run_of(tmp_path, 3, request, prepare))
     assert run.phase == pb.Run.STOPPED
     assert "so a device lied, and the state is kept" in run.rounds[0].given_up
+
+
+def bounds_of(devices):
+    """(norms of parameters, norms of buffers) that devices were told, by round."""
+    told = {
+        (t.round, t.masking.encoding.norm, t.masking.encoding.buffer_norm)
+        for d in devices
+        for t, _ in d.answers
+    }
+    rounds = sorted(told)
+    assert [n for n, *_ in rounds] == list(range(1, len(rounds) + 1)), "one bound in a round"
+    return [p for _, p, _ in rounds], [b for _, _, b in rounds]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", ["tiny", "own"])
+def test_the_bound_follows_the_updates_from_round_to_round(tmp_path, model):
+    """Models with and without float buffers, whose bound is one of its own."""
+    request = masked_request(3, norm="adaptive:64", rounds=8, model=model)
+    run, devices, _ = within(run_of(tmp_path, 3, request))
+    assert run.phase == pb.Run.DONE, run.reason
+    assert run.spec.robustness.norm_bound == "adaptive:64"
+    norms, buffer_norms = bounds_of(devices)
+    assert norms[0] == buffer_norms[0] == 64
+    for before, after in itertools.pairwise(norms):
+        share = (np.log(before / after) + 0.5) * 3
+        assert share == pytest.approx(round(share)), "a count of three devices"
+    assert [r.norm_bound for r in run.rounds if not r.evaluates] == norms
+    assert "norm bound 64" in run_text(run)
+    assert norms[4] == pytest.approx(64 * np.exp(-2)), "all were short"
+    assert (buffer_norms[1] < 64) is (model == "own")
+
+
+@pytest.mark.long
+def test_a_device_that_lies_about_its_bit_moves_the_bound_by_its_bit(tmp_path):
+    def prepare(devices):
+        devices[0].bits = 0
+
+    request = masked_request(3, norm="adaptive:64", rounds=3)
+    run, devices, _ = within(run_of(tmp_path, 3, request, prepare))
+    assert run.phase == pb.Run.DONE, run.reason
+    norms, _ = bounds_of(devices)
+    assert norms == pytest.approx([64 * np.exp(-i / 6) for i in range(3)])
+
+
+@pytest.mark.long
+def test_a_device_that_adds_more_than_a_bit_spoils_the_round_and_the_bound_stays(tmp_path):
+    def prepare(devices):
+        devices[0].bits = 3  # all that two bits hold
+
+    request = masked_request(3, norm="adaptive:64")
+    run, _, _ = within(run_of(tmp_path, 3, request, prepare))
+    assert run.phase == pb.Run.STOPPED
+    assert "so a device lied" in run.rounds[0].given_up
 
 
 @pytest.mark.long

@@ -4,10 +4,18 @@ import pytest
 from tests.cloud.federation.given import spec
 
 from triplane.cloud.federation.journal import plan_of
-from triplane.cloud.federation.masked_spec import MAX_MASKED_COHORT, masking_text
-from triplane.cloud.federation.spec import fewest_updates, with_defaults
+from triplane.cloud.federation.masked_encoding import round_encoding
+from triplane.cloud.federation.masked_spec import (
+    MAX_MASKED_COHORT,
+    FewestLeft,
+    follows_updates,
+    least_and_honest,
+    masking_text,
+)
+from triplane.cloud.federation.spec import fewest_left, fewest_updates, with_defaults
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.masking.fields import MaskedField
 
 OWN = pb.Noise(epsilon=8.0, clip=0.5, placement="distributed")
 
@@ -76,6 +84,38 @@ def test_scores_that_a_run_cannot_have_are_refused(fields, message):
         with_defaults(spec(**fields))
 
 
+@pytest.mark.parametrize(
+    ("norm_bound", "filled", "first"),
+    [("", "adaptive:4", 4.0), ("adaptive", "adaptive:4", 4.0), ("adaptive:0.25", None, 0.25)],
+)
+def test_the_bound_of_a_masked_run_follows_the_updates_from_its_start(norm_bound, filled, first):
+    made = with_defaults(masked(robustness={"norm_bound": norm_bound}))
+    assert made.robustness.norm_bound == filled or norm_bound
+    assert follows_updates(made)
+    assert plan_of(made).clip == first
+    assert with_defaults(made) == made
+    encoding = round_encoding(made, parameters=50, buffers=3, cap=4, seed=1)
+    assert (encoding.message.norm, encoding.message.bit_share) == (first, 0.5)
+    assert encoding.parsed.fields[-1] == MaskedField(2, 2)
+
+
+def test_a_fixed_bound_of_a_masked_run_is_stored_as_before_and_asks_for_no_bits():
+    made = with_defaults(masked(robustness={"norm_bound": "2"}))
+    assert not follows_updates(made)
+    assert plan_of(made).clip == 0
+    encoding = round_encoding(made, parameters=50, buffers=3, cap=4, seed=1)
+    assert (
+        encoding.message.SerializeToString()
+        == pb.MaskingEncoding(norm=2.0, buffer_norm=2.0, bits=8, cap=4, seed=1).SerializeToString()
+    )
+    assert len(encoding.parsed.fields) == 3
+
+
+def test_a_start_is_refused_where_updates_are_in_the_clear():
+    with pytest.raises(InvalidInput, match="'adaptive:2' has a start, which only masked rounds"):
+        with_defaults(spec(robustness=pb.Robustness(norm_bound="adaptive:2")))
+
+
 def test_a_run_in_the_clear_has_no_fields_of_masking():
     filled = with_defaults(spec())
     assert not filled.HasField("masking")
@@ -109,9 +149,11 @@ def test_a_run_in_the_clear_has_no_fields_of_masking():
         ),
         ({"masking": pb.MaskedRounds(phase_s=-1)}, "phase_s is above 0"),
         ({"masking": pb.MaskedRounds(phase_s=float("nan"))}, "phase_s is above 0"),
-        ({"robustness": {"norm_bound": ""}}, "needs a norm bound .*got 'adaptive'"),
         ({"robustness": {"norm_bound": "off"}}, "needs a norm bound .*got 'off'"),
         ({"robustness": {"norm_bound": "1e30"}}, "from 1e-06 to 1e"),
+        ({"robustness": {"norm_bound": "adaptive:1e30"}}, "from 1e-06 to 1e"),
+        ({"robustness": {"norm_bound": "adaptive:0"}}, "got 'adaptive:0'; in masked rounds also"),
+        ({"robustness": {"norm_bound": "adaptive:off"}}, "in masked rounds also"),
         ({"robustness": {"returns": 1}}, "does not return to an earlier state"),
         ({"devices": 5, "robustness": {"aggregator": "median"}}, "'median' does not compose"),
         (
@@ -128,3 +170,76 @@ def test_a_run_in_the_clear_has_no_fields_of_masking():
 def test_what_cannot_be_masked_is_refused_by_name(fields, message):
     with pytest.raises(InvalidInput, match=message):
         with_defaults(masked(**fields))
+
+
+def grouped(devices=20, groups=5, aggregator="median", norm_bound="2", masking=None, **fields):
+    return masked(
+        devices, masking=pb.MaskedRounds(groups=groups, **(masking or {})), quorum=1.0,
+        robustness={"aggregator": aggregator, "norm_bound": norm_bound}, **fields,
+    )  # fmt: skip
+
+
+def test_groups_are_cohorts_of_their_own():
+    filled = with_defaults(grouped())
+    assert (filled.masking.groups, filled.masking.least) == (5, 4)
+    assert fewest_updates(filled) == 4, "what owners and signers compare with"
+    assert plan_of(filled).least == 20, "a round needs the least of each group"
+    assert least_and_honest(filled) == (4, 2), "both colluders may be in one group"
+    text = masking_text(filled)
+    assert "masking for groups of 4 of 20 devices" in text
+    assert "a hash of all keys forms 5 groups, and median combines their means" in text
+    assert fewest_left(filled) == FewestLeft(groups=3, devices=20)
+
+
+def test_a_round_in_groups_begins_with_what_the_colluders_of_a_group_demand():
+    request = grouped(30, groups=5)
+    request.cohort.quorum = 0.8
+    filled = with_defaults(request)
+    assert (filled.masking.least, plan_of(filled).quorum, plan_of(filled).least) == (5, 24, 25)
+    assert with_defaults(filled) == filled
+
+
+def test_one_group_is_a_cohort_without_groups():
+    filled = with_defaults(masked(10, masking=pb.MaskedRounds(groups=1)))
+    assert filled == with_defaults(masked(10))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"aggregator": "mean"}, "'group-sums' does not compose with the mean of updates"),
+        ({"groups": 7}, "7 groups of 20 devices have 2 devices, and the sum of fewer than 3"),
+        (
+            {"masking": {"least": 5}},
+            "5 groups of 20 devices have 4 devices, and the sum of fewer than 5 may not be",
+        ),
+        (
+            {"masking": {"least": 5}},
+            r"Ask more devices \(--devices\), or form fewer groups \(--groups\)",
+        ),
+        ({"groups": 4, "aggregator": "krum"}, "krum with byzantine 1 needs at least 5 sums of"),
+        ({"groups": 2}, "median needs at least 3 sums of groups in each round; a round may have 2"),
+        (
+            {"masking": {"lost_share": 0.3}},
+            "a group of 4 devices of which 1 are lost .* fewer than the 4 whose sum",
+        ),
+        (
+            {"devices": 15, "masking": {"colluding_share": 0.2}},
+            r"at least 5 devices in each group \(with 3 colluding\), got 3; form fewer groups",
+        ),
+    ],
+)
+def test_groups_that_cannot_be_are_refused_by_name(fields, message):
+    with pytest.raises(InvalidInput, match=message):
+        with_defaults(grouped(**fields))
+
+
+def test_devices_add_noise_for_the_fewest_honest_ones_of_a_group():
+    noise = pb.Noise(placement="distributed", epsilon=8, clip=0.5, delta=1e-5)
+    options = {"masking": {"colluding_share": 0.05}, "norm_bound": ""}
+    filled = with_defaults(grouped(30, noise=noise, **options))
+    assert least_and_honest(filled) == (4, 2)
+    assert "enough while 2 devices of a sum are honest" in masking_text(filled)
+    central = pb.Noise(placement="central", epsilon=8, clip=0.5, delta=1e-5)
+    with pytest.raises(InvalidInput, match="'noise-central' does not compose with 'mask'"):
+        with_defaults(grouped(30, noise=central, **options))

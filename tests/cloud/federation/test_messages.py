@@ -54,7 +54,7 @@ def test_a_masked_run_has_the_parameters_of_its_masking_and_another_run_none():
     chosen = choose_parameters(8, least=3, lost_share=0.1, colluding_share=0.0, failure=1e-6)
     assert shown["masking"] == {
         "devices": 8, "neighbours": 7, "threshold": 4, "quorum": 5, "least": 3, "lost": 0,
-        "colluding": 0, "failure": 1e-6,
+        "colluding": 0, "failure": 1e-6, "cohort": 8, "colluding_cohort": 0,
     }  # fmt: skip
     assert shown["masking"].items() <= asdict(chosen).items()
     assert shown["spec"]["masking"]["phase_s"] == 20.0

@@ -20,14 +20,17 @@ from triplane.cloud.cli.runs import run_text
 from triplane.cloud.dashboard.runs import run_row
 from triplane.cloud.federation import journal
 from triplane.cloud.federation.coding import from_json, to_json
-from triplane.cloud.federation.masked_spec import least_and_honest, round_encoding
-from triplane.cloud.federation.private_runs import privacy_of, published_change
+from triplane.cloud.federation.masked_cohort import CohortMean
+from triplane.cloud.federation.masked_encoding import next_norms, round_encoding
+from triplane.cloud.federation.masked_spec import least_and_honest
+from triplane.cloud.federation.private_runs import noise_terms, privacy_of, published_change
 from triplane.cloud.federation.spec import with_defaults
 from triplane.cloud.server import running
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.convert.conversion import read_model
 from triplane.unified_ir.federated.core.run import Reduced, RunState
+from triplane.unified_ir.federated.masking.noise import joint_multiplier
 from triplane.unified_ir.federated.privacy.accountant import NoiseEvent, spending
 
 DEADLINE_S = 90.0
@@ -162,9 +165,6 @@ def test_defaults_are_filled_in_and_the_noise_is_the_least_that_epsilon_allows()
         ({"masking": pb.MaskedRounds(least=3), "cohort": pb.Cohort(devices=5)},
          "'noise-central' does not compose with 'mask': the cloud cannot clip"),
         ({"masking": pb.MaskedRounds(least=3), "cohort": pb.Cohort(devices=5),
-          "noise": pb.Noise(epsilon=1.0, placement="distributed", adaptive=True)},
-         "does not compose with"),
-        ({"masking": pb.MaskedRounds(least=3), "cohort": pb.Cohort(devices=5),
           "noise": pb.Noise(epsilon=1.0, placement="distributed", separation=2, correlated=True)},
          "does not compose with"),
         ({"masking": pb.MaskedRounds(least=3), "cohort": pb.Cohort(devices=5),
@@ -183,6 +183,18 @@ def test_a_round_with_noise_of_devices_divides_by_its_devices_and_frees_frozen_t
     made = published_change(spec(cohort=pb.Cohort(devices=4)), change, 3, ("still",))
     assert made["w"].tolist() == [1.5, -3.0]
     assert made["still"].tolist() == [0.0]
+
+
+def test_the_mean_of_groups_with_noise_is_that_of_the_round():
+    """Of groups of 4 and 3 devices, of which one each is missing and adds zeros."""
+    made = spec(cohort=pb.Cohort(devices=7), masking=pb.MaskedRounds(groups=2))
+    sums, counts = (12.0, 5.0), (3, 2)
+    groups = [
+        published_change(made, {"w": np.array([total / count])}, count, ())["w"]
+        for total, count in zip(sums, counts, strict=True)
+    ]
+    assert np.mean(groups) == pytest.approx(sum(sums) / 7)
+    assert groups[0] == pytest.approx(12 / 3.5)
 
 
 def test_a_masked_run_counts_on_the_fewest_honest_devices():
@@ -204,6 +216,59 @@ def test_a_masked_run_counts_on_the_fewest_honest_devices():
     assert encoding.parsed.fields[0].noise_bits > 0
 
 
+def test_a_masked_run_with_a_quantile_gets_noise_in_its_bits_and_is_charged_the_same():
+    noise = pb.Noise(
+        epsilon=4.0, placement="distributed", clip=0.5, adaptive=True, clip_quantile=0.7
+    )
+    made = with_defaults(
+        spec(noise=noise, masking=pb.MaskedRounds(), cohort=pb.Cohort(devices=10, quorum=0.6))
+    )
+    assert (made.robustness.norm_bound, made.noise.clip_quantile) == ("adaptive", 0.7)
+    assert with_defaults(made) == made
+    assert journal.plan_of(made).clip == 0.5
+    encoding = round_encoding(made, parameters=1000, buffers=0, cap=1, seed=3, norms=(0.25, 0.5))
+    assert (encoding.message.norm, encoding.message.bit_share) == (0.25, 1.0)
+    assert encoding.noise is not None
+    assert encoding.bit_noise is not None
+    assert joint_multiplier(encoding.noise, encoding.bit_noise) >= made.noise.multiplier
+    assert round(encoding.own_bit_std**2) == encoding.bit_noise.variance
+    assert encoding.parsed.fields[-1].noise_bits > 0
+    state = RunState(plan=journal.plan_of(made), run="0" * 16, shared="ab")
+    terms = noise_terms(made, state, encoding.own_std, encoding.own_bit_std)
+    assert terms is not None
+    assert (terms.clip, terms.clip_bit) == (0.5, True)
+    mean = CohortMean((np.zeros(4, np.float32),), 8, 8, bits=(4,))
+    norm, none = next_norms(made, state, [mean], {"w": np.full(4, 9.0)}, ())
+    assert norm == pytest.approx(0.5 * np.exp(-0.2 * ((4 / 10 + 1) / 2 - 0.7)))
+    assert none == 0
+
+
+def test_the_bounds_of_parameters_and_buffers_follow_their_own_bits():
+    made = with_defaults(
+        spec(
+            noise=None, masking=pb.MaskedRounds(), cohort=pb.Cohort(devices=4),
+            robustness=pb.Robustness(norm_bound="adaptive:2"),
+        )
+    )  # fmt: skip
+    state = RunState(plan=journal.plan_of(made), run="0" * 16, shared="ab", buffer_clip=8.0)
+    shared = {"w": np.full(4, 0.5), "mean": np.full(4, 8.0), "count": np.array(3)}
+    zeros = np.zeros(4, np.float32)
+    mean = CohortMean((zeros, zeros), 9, 4, bits=(4, -4))
+    down, up = next_norms(made, state, [mean], shared, ["mean"])
+    assert [down, up] == pytest.approx([2 * np.exp(-0.5), 8 * np.exp(0.5)])
+    # Of two groups: all four devices, as in one.
+    groups = [replace(mean, devices=n, bits=(n, -n)) for n in (3, 1)]
+    assert next_norms(made, state, groups, shared, ["mean"]) == (down, up)
+    # No further than the first bound, and the norm of what is learned: 1 and 16.
+    mean = replace(mean, bits=(-4, -4))
+    state = replace(state, buffer_clip=12.0)
+    assert next_norms(made, state, [mean], shared, ["mean"]) == (2.0, 16.0)
+    assert next_norms(made, state, [replace(mean, bits=())], shared, ["mean"]) == (0.0, 0.0)
+    stored = Reduced(at_s=1.0, number=1, shared="ab", clip=2.0, buffer_clip=3.0)
+    assert from_json(Reduced, to_json(stored)) == stored
+    assert from_json(RunState, to_json(state)) == state
+
+
 def test_the_state_of_a_private_run_is_stored_and_that_of_others_as_before():
     made = with_defaults(spec())
     plan = journal.plan_of(made)
@@ -211,7 +276,7 @@ def test_the_state_of_a_private_run_is_stored_and_that_of_others_as_before():
     assert from_json(RunState, to_json(state)) == state
     assert state.budget == replace(budget_of(made), rounds=3)
     other = RunState(plan=journal.plan_of(with_defaults(spec(noise=None))), run="0" * 16, shared="")
-    assert not {"budget", "clip", "charged"} & {*json.loads(to_json(other)),
+    assert not {"budget", "clip", "charged", "buffer_clip"} & {*json.loads(to_json(other)),
                                                 *json.loads(to_json(other.plan))}  # fmt: skip
     plain = Reduced(at_s=1.0, number=1, shared="ab")
     assert to_json(plain) == '{"at_s":1.0,"number":1,"shared":"ab"}'

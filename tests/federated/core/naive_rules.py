@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+from triplane.unified_ir.federated.core.lease_base import LeaseBase
 from triplane.unified_ir.federated.core.run import (
     RULES_WITH_PAUSES,
     RULES_WITH_RESTS,
@@ -347,6 +348,7 @@ def _open(state: RunState, now_s: float) -> tuple[RunState, Effects]:
                 epoch=state.epoch,
             ),
             device=device,
+            base=_base(state),
         )
         for device in chosen
     )
@@ -356,6 +358,12 @@ def _open(state: RunState, now_s: float) -> tuple[RunState, Effects]:
     )  # fmt: skip
     state = replace(state, phase=Phase.COLLECTING, reason="", since_s=now_s, round=opened)
     return state, tuple(Tell(device) for device in chosen)
+
+
+def _base(state: RunState) -> LeaseBase:
+    """Each learning round that was not given up has published one state."""
+    reduced = [x for x in state.history if not x.evaluates and not x.given_up]
+    return LeaseBase(version=len(reduced), state=state.shared)
 
 
 def _all_here(state: RunState, now_s: float) -> bool:

@@ -132,7 +132,9 @@ def test_the_lower_median_is_one_of_the_values_and_at_most_numpy_s(values):
     assert sum(x <= median for x in values) >= len(values) / 2
 
 
-@pytest.mark.parametrize("text", ["", "on", "0", "-1", "nan", "inf", "1e999", "x" * 99])
+@pytest.mark.parametrize(
+    "text", ["", "on", "0", "-1", "nan", "inf", "1e999", "x" * 99, "adaptive:", "adaptive:-1"]
+)
 def test_a_bound_that_is_none_is_refused(text):
     with pytest.raises(InvalidInput, match="'adaptive', 'off' or a number above 0, got"):
         check_norm_bound(text)

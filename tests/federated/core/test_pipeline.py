@@ -26,7 +26,6 @@ REFUSED = {
     frozenset(pair): reason
     for pairs, reason in (
         ([("clip-adaptive", "noise-correlated")], "only fits if the norm stays the same"),
-        ([("clip-adaptive", "mask")], "range of masked integers"),
         (itertools.product(NOISES[:2], ["mask"]), "cannot clip updates that it does not see"),
         ([("control-variates", "mask")], "8 bits are too few"),
         ([("int8", "mask")], "8-bit encoding of its own"),
@@ -130,6 +129,8 @@ def test_what_the_pairs_above_are():
     assert len(refused) < len(list(itertools.combinations(NAMES, 2))) * 0.6
     for pair in (
         ("mask", "clip-fixed"),
+        ("mask", "clip-adaptive"),
+        ("noise-distributed", "clip-adaptive"),
         ("mask", "noise-distributed"),
         ("mask", "by-examples"),
         ("mask", "buffers"),
@@ -179,6 +180,17 @@ def test_clipping_bits_without_enough_noise_are_refused(bit_noise):
     with pytest.raises(InvalidInput, match=f"bit_noise {bit_noise:g} .* above half"):
         check(rows)
     rows["clip-adaptive"]["bit_noise"] = 0.6
+    check(rows)
+
+
+@pytest.mark.parametrize("bit_noise", [0.0, 1.0])
+def test_masked_clipping_bits_need_enough_noise_beside_noise_of_devices_only(bit_noise):
+    rows = demanded("clip-adaptive", "noise-distributed", "mask")
+    rows["noise-distributed"]["noise_multiplier"] = 2.0
+    rows["clip-adaptive"]["bit_noise"] = bit_noise
+    with pytest.raises(InvalidInput, match=f"bit_noise {bit_noise:g} .* above half"):
+        check(rows)
+    del rows["noise-distributed"]
     check(rows)
 
 

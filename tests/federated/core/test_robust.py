@@ -1,5 +1,6 @@
 """Robust means against numpy written another way, and against liars."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -264,6 +265,17 @@ def test_a_round_that_is_too_small_is_refused_before_the_run(name, numbers, leas
     if least > 1:
         with pytest.raises(InvalidInput, match=rf"needs at least {least} updates .* {least - 1}"):
             robustness.check_count(least - 1)
+    robustness.check_count(1, groups=max(2, least))
+    if least > 2:
+        words = rf"needs at least {least} sums of groups .* {least - 1}\. Form more groups"
+        with pytest.raises(InvalidInput, match=words):
+            robustness.check_count(99, groups=least - 1)
+
+
+def test_nothing_but_the_aggregator_applies_to_sums_of_groups():
+    limits = Robustness(norm_bound="2", max_examples=5, aggregator="krum", numbers={"byzantine": 2})
+    assert limits.of_sums == replace(UNLIMITED, aggregator="krum", numbers={"byzantine": 2})
+    assert Robustness().of_sums == UNLIMITED
 
 
 def test_names_and_numbers_that_do_not_exist_are_refused():

@@ -114,7 +114,7 @@ def test_a_second_cohort_in_the_same_round():
         round_.devices[0].share(smaller)
 
 
-@pytest.mark.parametrize("changes", [{}, {"attempt": 1}, {"round": 9}, {"group": 1}])
+@pytest.mark.parametrize("changes", [{}, {"attempt": 1}, {"round": 9}, {"lost_share": 0.2}])
 def test_the_same_base_state_with_another_cohort(changes):
     first = masked(5)
     with pytest.raises(Conflict, match="once for each run and base state") as refused:
@@ -237,18 +237,6 @@ def test_too_small_a_cohort():
     smaller = MaskingCohort(advertisements=round_.cohort.advertisements[:3])
     with pytest.raises(InvalidInput, match="least cohort 4 and 3 devices"):
         round_.devices[0].share(smaller)
-
-
-@pytest.mark.parametrize("group", [0, 1])
-def test_each_group_is_a_cohort(group):
-    # A device signs the group with its keys, and none may be smaller than the least cohort.
-    round_ = Round(5, terms(least=4, group=group))
-    round_.advertise()
-    assert round_.cloud.session.parameters.least == 4
-    elsewhere = Round(5, terms(least=4, group=group + 1)).advertise()
-    mixed = (round_.cohort.advertisements[0], *elsewhere.advertisements[1:])
-    with pytest.raises(InvalidInput, match="not signed"):
-        round_.devices[0].share(MaskingCohort(advertisements=mixed))
 
 
 def test_too_few_sharers():

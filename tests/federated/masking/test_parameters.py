@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.masking.groups import group_sizes
 from triplane.unified_ir.federated.masking.parameters import (
     COMPLETE_UP_TO,
     GRINDING_TRIES,
@@ -77,6 +78,66 @@ def test_no_second_survivor_set_and_no_second_secret_can_be_had(devices, lost, c
     assert p.complete or devices > COMPLETE_UP_TO
 
 
+@pytest.mark.parametrize(
+    ("cohort", "groups"), [(24, 4), (100, 5), (200, 4), (600, 6), (1000, 20), (1000, 9)]
+)
+@pytest.mark.parametrize("share", [0.02, 0.05, 0.1])
+def test_colluders_of_no_group_are_more_than_its_parameters_say(cohort, groups, share):
+    colluding = math.ceil(share * cohort)
+    graphs = Fraction(0)
+    for size in group_sizes(cohort, groups):
+        p = choose(size, cohort=cohort, colluding_share=share, lost_share=0.0)
+        assert p.colluding_cohort == colluding
+        assert p.colluding <= min(colluding, size)
+        more = GRINDING_TRIES * at_least(cohort, colluding, size, p.colluding + 1)
+        assert 2 * groups * more <= Fraction(1e-6)
+        # One fewer would not do, for as many groups as the cohort could have.
+        fewer = GRINDING_TRIES * at_least(cohort, colluding, size, p.colluding)
+        assert 2 * ((cohort - 1) // (size - 1)) * fewer > Fraction(1e-6)
+        assert p.least >= p.colluding + 2
+        if not p.complete:
+            too_many = at_least(size - 1, p.colluding, p.neighbours, p.colluding_neighbours + 1)
+            too_few = 1 - at_least(size - 1, size - 1 - p.lost, p.neighbours, p.threshold)
+            graphs += size * (GRINDING_TRIES * too_many + too_few)
+    assert 2 * graphs <= Fraction(1e-6)
+
+
+@pytest.mark.long
+def test_the_bound_on_a_groups_colluders_is_that_of_scipy():
+    p = choose(50, cohort=1000, lost_share=0.0)
+    tail = pytest.importorskip("scipy.stats").hypergeom(1000, 50, 50).sf
+    groups = 999 // 49
+    assert tail(p.colluding) * 2 * groups * GRINDING_TRIES <= 1e-6
+    assert tail(p.colluding - 1) * 2 * groups * GRINDING_TRIES > 1e-6
+
+
+@given(st.integers(3, 200), st.floats(0, 0.4), st.floats(0, 0.2))
+def test_a_cohort_of_one_group_has_the_parameters_that_it_always_had(devices, lost, colluding):
+    shares = {"lost_share": lost, "colluding_share": colluding}
+    try:
+        alone = choose(devices, **shares)
+    except InvalidInput as error:
+        with pytest.raises(InvalidInput) as again:
+            choose(devices, cohort=devices, **shares)
+        assert str(again.value) == str(error)
+        return
+    assert choose(devices, cohort=devices, **shares) == alone
+    assert alone.colluding == alone.colluding_cohort
+
+
+def test_a_groups_colluders_grow_with_the_group_and_with_their_share():
+    def counts(**changes):
+        return [choose(n, cohort=1000, lost_share=0.0, **changes).colluding for n in sizes]
+
+    sizes = (25, 40, 50, 100, 200, 500, 1000)
+    few, many = counts(colluding_share=0.02), counts(colluding_share=0.05)
+    assert few == sorted(few)
+    assert many == sorted(many)
+    assert all(a <= b for a, b in zip(few, many, strict=True))
+    assert (few[-1], many[-1]) == (20, 50)
+    assert counts(colluding_share=0.0) == [0] * len(sizes)
+
+
 def test_the_parameters_of_a_cohort_are_these():
     # Device and cloud compute them apart, perhaps in different versions: they must not change.
     cohorts = choose(3, lost_share=0.0), choose(1000), choose(1000, lost_share=0.1)
@@ -103,6 +164,15 @@ def test_few_losses_and_colluders_need_few_neighbours():
         (10, {"lost_share": 0.5}, "cannot tolerate 5 lost and 1 colluding of 10"),
         (100, {"lost_share": 0.3, "colluding_share": 0.45}, "cannot tolerate"),
         (10, {"colluding_share": 0.9}, "at least 11 devices"),
+        (5, {"least": 6, "cohort": 30}, "cohort 6 and groups of 5 devices; form fewer groups"),
+        (10, {"cohort": 9}, "a group of 10 devices is of a cohort of as many to 10000, got 9"),
+        (10, {"cohort": MAX_COHORT + 1}, "got 10001"),
+        (
+            4,
+            {"cohort": 60},
+            r"at least 5 devices in each group \(with 3 colluding\), got 4; form fewer groups",
+        ),
+        (5, {"cohort": 20, "lost_share": 0.4}, "cannot tolerate 2 lost and 1 colluding of 5 devic"),
     ],
 )
 def test_what_cannot_hold_is_refused(devices, changes, message):
@@ -126,4 +196,18 @@ def test_people_read_what_was_chosen():
         ),
     ]
     assert "with all others (9)" in choose(10).text()
+    assert choose(6, cohort=30, lost_share=0.0).text().splitlines() == [
+        (
+            "masking for groups of 6 of 30 devices: every device shares its secrets with all "
+            "others of its group (5); 4 of 5 shares recover a secret"
+        ),
+        (
+            "the cloud learns a sum only over 4 or more devices of a group, after 5 of them have "
+            "signed the same list"
+        ),
+        (
+            "holds while at most 0 devices of a group are lost and at most 2 of all 30 (2 in one "
+            "group) collude with the cloud, except with probability 1e-06"
+        ),
+    ]
     assert isinstance(choose(10), MaskingParameters)

@@ -50,7 +50,7 @@ def test_the_digest_covers_every_key_and_every_term_but_no_signature(round_):
                 "base": bytes(32),
                 "round": 2,
                 "attempt": 1,
-                "group": 1,
+                "groups": 2,
                 "fields": ((50, 9),),
                 "lost_share": 0.1,
                 "colluding_share": 0.01,

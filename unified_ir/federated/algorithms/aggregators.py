@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -22,6 +22,7 @@ from triplane.unified_ir.federated.core.limits import (
     OFF,
     RoundUpdate,
     check_norm_bound,
+    floats_of,
     limited,
     longest,
     longest_controlled,
@@ -211,15 +212,30 @@ class Robustness:
         """What is not protected, in a few words, or empty."""
         return "no norm bound: one device can replace the model" if self.norm_bound == OFF else ""
 
-    def check_count(self, least: int) -> None:
-        """Raise InvalidInput if a round of so few updates is too small for the aggregator."""
+    @property
+    def of_sums(self) -> Robustness:
+        """The limits on means of groups that are masked apart: the aggregator alone.
+
+        Nobody sees an update there; devices keep the norm bound and the cap of examples.
+        """
+        return replace(UNLIMITED, aggregator=self.aggregator, numbers=self.numbers)
+
+    def check_count(self, least: int, *, groups: int = 1) -> None:
+        """Raise InvalidInput if a round of so few updates is too small for the aggregator.
+
+        groups: if there are several, their means take the place of updates.
+        """
         needed = self.row.least(self.all_numbers)
-        if least < needed:
+        inputs = least if groups == 1 else groups
+        if inputs < needed:
             numbers = ", ".join(f"{k} {v:g}" for k, v in self.all_numbers.items())
             of = f" with {numbers}" if numbers else ""
+            what, way = ("updates", "Ask more devices")
+            if groups > 1:
+                what, way = ("sums of groups", "Form more groups")
             raise InvalidInput(
-                f"the aggregator {self.aggregator}{of} needs at least {needed} updates in each "
-                f"round; a round may have {least}. Ask more devices, or choose another aggregator"
+                f"the aggregator {self.aggregator}{of} needs at least {needed} {what} in each "
+                f"round; a round may have {inputs}. {way}, or choose another aggregator"
             )
 
 
@@ -232,13 +248,15 @@ class Reduction:
     """The next state and the optimizer's slots. scaled: updates that were above a norm bound.
 
     They were scaled, or left out. clip: the next round's norm, where it follows the updates of a
-    run with differential privacy. left_out: which updates were, by their position.
+    run with differential privacy or masking; buffer_clip: that of masked buffers. left_out: which
+    updates were, by their position.
     """
 
     state: dict[str, Array]
     slots: dict[str, Array]
     scaled: int
     clip: float = 0.0
+    buffer_clip: float = 0.0
     left_out: tuple[int, ...] = ()
 
 
@@ -316,7 +334,6 @@ def _far(
         largest = np.maximum(slots.get(LARGEST, 0.0), medians_of(norms))
         most, kept = longest_controlled((largest[0], largest[1])), {LARGEST: largest}
     else:
-        floats = {n: x for n, x in state.items() if np.issubdtype(x.dtype, np.floating)}
-        most, kept = longest(norms, lambda: norms_of(floats, buffers)[0]), {}
+        most, kept = longest(norms, lambda: norms_of(floats_of(state), buffers)[0]), {}
     far = tuple(at for at, (p, s) in enumerate(norms) if p > most[0] or s > most[1])
     return [u for u, _ in measured], far, kept

@@ -14,6 +14,7 @@ from triplane.unified_ir.federated.algorithms.aggregators import (
 from triplane.unified_ir.federated.algorithms.table import algorithm as algorithm_row
 from triplane.unified_ir.federated.core import pipeline
 from triplane.unified_ir.federated.core.draws import Array
+from triplane.unified_ir.federated.core.limits import check_no_start
 from triplane.unified_ir.federated.core.reduce import ServerHyper, ServerOptimizer
 from triplane.unified_ir.federated.core.reduce import reduce as reduce_updates
 from triplane.unified_ir.federated.privacy.release import Open, RoundNoise, release, shapes_of
@@ -33,6 +34,7 @@ def check_composition(
     robustness: Robustness,
     privacy: DifferentialPrivacy | None = None,
     masked: tuple[int, int] | None = None,
+    groups: int = 1,
     strategy: bool = False,
     app: bool = False,
     buffers: bool = False,
@@ -40,14 +42,18 @@ def check_composition(
     """Raise InvalidInput unless what a run demands composes; the message names what does not.
 
     masked: the fewest devices whose sum may be unmasked, and how many of them are honest at least;
-    None where updates are in the clear. buffers: whether updates have float buffers, as SCAFFOLD's
-    always do.
+    None where updates are in the clear. groups: number of those that are masked apart. buffers:
+    whether updates have float buffers, as SCAFFOLD's always do.
     """
     rows: Rows = {}
+    if masked is None:
+        check_no_start(robustness.norm_bound)
     if privacy is not None:
         rows |= _privacy_rows(privacy, devices, masked[1] if masked else LEAST_HONEST)
     if masked:
         rows["mask"] = {"least_cohort": masked[0]}
+    if groups > 1:
+        rows["group-sums"] = {"groups": groups}
     if compression:
         rows[compression] = {"keep": keep} if compression == "top-k" else {}
     if algorithm_row(algorithm).by_share:

@@ -132,6 +132,21 @@ def _reason_counts(why: Mapping[str, int], reason: str) -> Mapping[str, int]:
     return {**why, key: why.get(key, 0) + 1}
 
 
+def base_of(state: RunState, lease: Lease) -> str:
+    """Return the blob of the shared state that a lease of the current round learns from."""
+    return state.shared if lease.base is None else lease.base.state
+
+
+def referenced_states(state: RunState) -> frozenset[str]:
+    """Return the blobs of the states that a run still needs, SHA-256 in hexadecimal.
+
+    They are the present one, the good one to which it may return, and those from which devices
+    learn that have an open lease. The first one is of the run's plan, see `journal.references`.
+    """
+    bases = {base_of(state, lease) for lease in open_leases(state)}
+    return frozenset({state.shared, state.good, *bases} - {""})
+
+
 def open_leases(state: RunState) -> tuple[Lease, ...]:
     """Return the open leases, in the order of device names."""
     return leases_of(state.round).listed("open") if state.round else ()

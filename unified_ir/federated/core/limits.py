@@ -58,17 +58,47 @@ class RoundUpdate:
 
 
 def check_norm_bound(text: str) -> None:
-    """Raise InvalidInput unless the text is "adaptive", "off" or a number above 0."""
-    if text in {ADAPTIVE, OFF}:
-        return
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
+    """Raise InvalidInput unless the text is "adaptive", "off" or a number above 0.
+
+    Masked rounds also have "adaptive:START", with a number above 0.
+    """
+    if (
+        text not in {ADAPTIVE, OFF}
+        and not 0 < _number(text.removeprefix(f"{ADAPTIVE}:")) < math.inf
+    ):
         raise InvalidInput(
-            f"the norm bound is {ADAPTIVE!r}, {OFF!r} or a number above 0, got {text[:40]!r}"
+            f"the norm bound is {ADAPTIVE!r}, {OFF!r} or a number above 0, got {text[:40]!r}; in "
+            f"masked rounds also '{ADAPTIVE}:START', with the first bound"
         )
+
+
+def is_adaptive(norm_bound: str) -> bool:
+    """Return whether a valid bound follows the updates."""
+    return norm_bound.partition(":")[0] == ADAPTIVE
+
+
+def check_no_start(norm_bound: str) -> None:
+    """Raise InvalidInput for a bound with a start where updates are in the clear."""
+    if is_adaptive(norm_bound) and norm_bound != ADAPTIVE:
+        raise InvalidInput(
+            f"the norm bound {norm_bound[:40]!r} has a start, which only masked rounds need: in "
+            "the clear it is that of each round. Add masking, or leave the start out"
+        )
+
+
+def first_bound(norm_bound: str, default: float) -> float:
+    """Return the bound of the first masked round, for a valid text but "off".
+
+    default: for "adaptive" without a start.
+    """
+    return default if norm_bound == ADAPTIVE else float(norm_bound.removeprefix(f"{ADAPTIVE}:"))
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def norms_of(change: Change, buffers: Collection[str]) -> Norms:
@@ -78,6 +108,11 @@ def norms_of(change: Change, buffers: Collection[str]) -> Norms:
         _norm([change[n] for n in names if n not in buffers]),
         _norm([change[n] for n in names if n in buffers]),
     )
+
+
+def floats_of(state: Change) -> Change:
+    """Return the floating tensors of a state, which a change moves."""
+    return {n: x for n, x in state.items() if np.issubdtype(x.dtype, np.floating)}
 
 
 def check_fits(shapes: Mapping[str, tuple[int, ...]], change: Change) -> None:
@@ -165,7 +200,7 @@ def _factors(
         (NORM_FACTOR * median, median) if adaptive else (math.inf, math.inf)
         for median in medians_of(norms)
     )
-    if norm_bound != ADAPTIVE:
+    if not is_adaptive(norm_bound):
         parameters = float(norm_bound), float(norm_bound)
     return [(_factor(p, *parameters), _factor(s, *statistics)) for p, s in norms]
 

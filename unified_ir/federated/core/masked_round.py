@@ -8,6 +8,7 @@ the round. The others have `phase_s`.
 
     lost in keys, shares or inputs           its update is not in the sum; the lease ends
     lost in signatures or reveals            its update stays in the sum; the lease is left open
+    in a group that is left out              no update of the group counts; the lease ends
 
 A device that was asked for its masked input is spent: whatever happens to the round, it contributes
 for this state no second time, because two sums that differ by one device tell its update.
@@ -35,7 +36,12 @@ from triplane.unified_ir.federated.core.lease_changes import (
     with_rest,
 )
 from triplane.unified_ir.federated.core.limits import EXAMPLES_FACTOR, lower_median
-from triplane.unified_ir.federated.core.masked_step import MaskedProgress, MaskedStep, StepAnswer
+from triplane.unified_ir.federated.core.masked_step import (
+    LostGroup,
+    MaskedProgress,
+    MaskedStep,
+    StepAnswer,
+)
 from triplane.unified_ir.federated.core.run import (
     NEWEST_RULES,
     UNWILLING,
@@ -55,6 +61,9 @@ from triplane.unified_ir.federated.core.selection import note_asked
 REFUSED: Final = "masking"
 """The kind under which refused answers are counted."""
 GIVEN_UP: Final = "the round was given up"
+GROUP_LEFT_OUT: Final = "the round goes on without this device's group"
+MAX_LEFT_OUT_CHARS: Final = 500
+"""What a round's record says at most about groups that were left out."""
 MAX_KEYS: Final = 4
 """Times that a device may advertise keys in a round: its process may end and begin again."""
 
@@ -230,6 +239,24 @@ def refuse(state: RunState, refused: Iterable[tuple[str, str]]) -> Step:
         after, more = leave(state, gone, Outcome.REFUSED)
         state = with_rest(state, after, device)
         tells += more
+    return state, tells
+
+
+def leave_out(state: RunState, groups: Iterable[LostGroup]) -> Step:
+    """Take groups out of the round: none of their updates counts, and their devices stay spent."""
+    tells: Effects = ()
+    for group in groups:
+        for device in group.devices:
+            assert state.round is not None
+            lease = leases_of(state.round).of(device)
+            if lease is None or lease.outcome is not Outcome.OPEN:
+                continue
+            ended = replace(lease, due=None, reason=GROUP_LEFT_OUT)
+            state, more = settle(state, ended, Outcome.LOST)
+            tells += more
+        assert state.round is not None
+        text = "; ".join(filter(None, [state.round.left_out, group.reason]))[:MAX_LEFT_OUT_CHARS]
+        state = replace(state, round=replace(state.round, left_out=text))
     return state, tells
 
 

@@ -55,6 +55,14 @@ class StepAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LostGroup:
+    """A group of a masked round whose sum cannot be had. reason: for the people of the cloud."""
+
+    devices: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedProgress:
     """Where a masked round is. opened_s: when the step began. cap: examples that count at most.
 

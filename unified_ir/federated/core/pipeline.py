@@ -98,7 +98,8 @@ _NEGATIVE_VARIANCE: Final = (
     "without buffers, for example with group normalization, or freeze them"
 )
 _PER_DEVICE: Final = (
-    "the cloud sees no device's update, only sums; take the mean, or leave masking out"
+    "the cloud sees no device's update, only sums; take the mean, form groups whose sums it "
+    "combines (--groups), or leave masking out"
 )
 _APP: Final = (
     "what a Flower ClientApp returns is not bound to the tensors of a plan; use an algorithm of "
@@ -160,8 +161,6 @@ PIPELINE: Final[tuple[PipelineRow, ...]] = (
         refuses={
             "noise-correlated": "a round takes back noise of earlier rounds, which only fits if "
             "the norm stays the same; use clip-fixed",
-            "mask": "the range of masked integers follows from the norm, and clipping bits are not "
-            "masked; use clip-fixed (no clipping quantile)",
         },
     ),
     PipelineRow(

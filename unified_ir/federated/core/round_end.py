@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from triplane.unified_ir.federated.core.lease_base import LeaseBase
 from triplane.unified_ir.federated.core.limits import lower_median
 from triplane.unified_ir.federated.core.metric import Scores
 from triplane.unified_ir.federated.core.run import (
@@ -16,6 +17,7 @@ from triplane.unified_ir.federated.core.run import (
     Lease,
     Members,
     Outcome,
+    Reduced,
     Round,
     RunState,
 )
@@ -46,6 +48,7 @@ def ended(round_: Round, now_s: float, given_up: str) -> Ended:
         + sum(answer.size for x in round_.leases for answer in x.answers),
         bytes_down=sum(x.bytes_down for x in round_.leases),
         given_up=given_up,
+        left_out=round_.left_out,
     )
 
 
@@ -70,6 +73,21 @@ def with_included(state: RunState, counted: Iterable[Lease]) -> RunState:
 def amended(state: RunState, **fields: Any) -> tuple[Ended, ...]:
     """Return the history with fields of its newest record changed."""
     return (*state.history[:-1], replace(state.history[-1], **fields))
+
+
+def next_base(state: RunState) -> LeaseBase:
+    """Return the base of leases that are opened now, when no round is open."""
+    # Counted in the history, which earlier releases stored as well.
+    published = sum(not x.evaluates and (not x.given_up or bool(x.returned)) for x in state.history)
+    return LeaseBase(version=published, state=state.shared)
+
+
+def with_bounds(state: RunState, event: Reduced) -> tuple[Ended, ...]:
+    """Return the history with what the newest round's reduction says of its norm bound."""
+    follows = bool(event.clip and state.plan.least)
+    if not event.scaled and not follows:
+        return state.history
+    return amended(state, scaled=event.scaled, norm_bound=state.norm if follows else 0.0)
 
 
 def watches(state: RunState) -> bool:

@@ -46,10 +46,12 @@ from triplane.unified_ir.federated.core.round_end import (
     amended,
     ended,
     must_return,
+    next_base,
     turn_after,
     watched,
     watches,
     why_spoilt,
+    with_bounds,
     with_included,
 )
 from triplane.unified_ir.federated.core.run import (
@@ -293,11 +295,11 @@ def _reduce(state: RunState, event: Reduced) -> Step:
     reduced = replace(
         note_published(with_included(state, included), counted),
         shared=event.shared, attempt=0, fresh_optimizer=False,
-        charged=event.charged, clip=event.clip,
+        charged=event.charged, clip=event.clip, buffer_clip=event.buffer_clip,
         spent=state.spent if event.shared == state.shared else (),
         # No later round could return to it.
         good="" if event.number == state.plan.rounds else good,
-        history=amended(state, scaled=event.scaled) if event.scaled else state.history,
+        history=with_bounds(state, event),
     )  # fmt: skip
     return _gather(reduced, turn_after(state, event.number), event.at_s), ()
 
@@ -306,12 +308,15 @@ def _exchange(state: RunState, event: Exchanged) -> Step:
     if not masked_round.is_expected(state, event):
         return state, ()
     assert state.round is not None
-    masked = state.round.masked
-    assert masked is not None
     state, effects = masked_round.refuse(state, sorted(event.refused.items()))
+    state, more = masked_round.leave_out(state, event.left_out)
+    effects += more
     if event.failure:
         state, more = _end_masked(state, event.failure, event.at_s)
         return state, effects + more
+    assert state.round is not None
+    masked = state.round.masked
+    assert masked is not None
     state, more = masked_round.advance(state, masked, event.at_s)
     effects += more
     if event.step.next is None:
@@ -411,8 +416,8 @@ def _open(state: RunState, now_s: float) -> Step:
         lease_id, state.run, number, evaluates=evaluates, attempt=attempt, epoch=state.epoch
     )
     masked = masked_round.begun(state, asked, now_s) if is_masked else None
-    due = masked.step if masked else None
-    leases = tuple(Lease(id=identify(device=x), device=x, due=due) for x in asked)
+    due, base = masked.step if masked else None, next_base(state)
+    leases = tuple(Lease(id=identify(device=x), device=x, due=due, base=base) for x in asked)
     opened = Round(
         number=number, evaluates=evaluates, attempt=attempt, opened_s=now_s, leases=leases,
         population=sum(m.examples > 0 for m in state.members.values()), masked=masked,

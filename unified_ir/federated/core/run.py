@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, ClassVar, Final
 
+from triplane.unified_ir.federated.core.lease_base import LeaseBase
 from triplane.unified_ir.federated.core.limits import Norms
 from triplane.unified_ir.federated.core.masked_step import (
+    LostGroup,
     MaskedProgress,
     MaskedStep,
     StepAnswer,
@@ -170,6 +172,7 @@ class Lease:
 
     bytes_down: bytes that the device was sent for it. Of a masked round: due is the step that it
     has to answer, answers has those that came, and the cloud took those up to the step `taken`.
+    base: None in leases of earlier releases, which learn from the run's present state.
     """
 
     id: str
@@ -182,6 +185,7 @@ class Lease:
     due: MaskedStep | None = field(default=None, metadata=ADDED)
     taken: MaskedStep | None = field(default=None, metadata=ADDED)
     answers: tuple[StepAnswer, ...] = field(default=(), metadata=ADDED)
+    base: LeaseBase | None = field(default=None, metadata=ADDED)
 
 
 class _LeasesByDevice(Records[Lease]):
@@ -254,6 +258,7 @@ class Round:
     """The current round. leases: by device name. attempt: rounds abandoned in a row before it.
 
     population: members that could learn when it opened, connected or not. masked: its present step.
+    left_out: which groups are not in it any more and why.
     """
 
     number: int
@@ -263,6 +268,7 @@ class Round:
     leases: Sequence[Lease]
     population: int = field(default=0, metadata=ADDED)
     masked: MaskedProgress | None = field(default=None, metadata=ADDED)
+    left_out: str = field(default="", metadata=ADDED)
 
     def __post_init__(self) -> None:
         if not isinstance(self.leases, Leases):
@@ -273,8 +279,8 @@ class Round:
 class Ended:
     """The record of an ended round. given_up: why it was abandoned, or empty.
 
-    bytes_down: of the leases that were answered. scaled: updates above a norm bound. returned: why
-    the run returned to an earlier state instead of reducing it, or empty.
+    bytes_down: of answered leases. scaled: updates above a norm bound. returned: why the run
+    returned to an earlier state. left_out: why which groups were. norm_bound: of masked updates.
     """
 
     number: int
@@ -292,6 +298,8 @@ class Ended:
     bytes_down: int = 0
     scaled: int = field(default=0, metadata=ADDED)
     returned: str = field(default="", metadata=ADDED)
+    left_out: str = field(default="", metadata=ADDED)
+    norm_bound: float = field(default=0.0, metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,10 +312,9 @@ class RunState:
     not_before_s: no round opens earlier. rules: version of the rules that the run began under.
     epoch: of the newest restart; "" before the first. watch: of the loss over devices. good: blob
     of the newest state that it judged good, or empty. fresh_optimizer: whether the next reduction
-    begins without the optimizer's slots, which are of a spoilt state. charged: rounds charged to
-    the plan's budget. clip: norm of changes in the next round, where it follows the updates. spent:
-    devices that masked an update for the present shared state, by name; they contribute for no
-    state twice.
+    begins without the optimizer's slots. charged: rounds charged to the plan's budget. clip: norm
+    of changes in the next round, where it follows the updates, and buffer_clip that of masked
+    buffers. spent: names of devices that masked an update for this state; none does so twice.
     """
 
     plan: RunPlan
@@ -332,6 +339,7 @@ class RunState:
     charged: int = field(default=0, metadata=ADDED)
     clip: float = field(default=0.0, metadata=ADDED)
     spent: tuple[str, ...] = field(default=(), metadata=ADDED)
+    buffer_clip: float = field(default=0.0, metadata=ADDED)
 
     def __post_init__(self) -> None:
         if not isinstance(self.members, Members):
@@ -345,7 +353,7 @@ class RunState:
 
     @property
     def norm(self) -> float:
-        """The norm to which changes of the next round are clipped, if there is a budget."""
+        """The norm to which changes of the next round are clipped, if the plan has one."""
         return self.clip or self.plan.clip
 
 
@@ -435,6 +443,7 @@ class Exchanged:
     refused: Mapping[str, str]
     failure: str = ""
     score: Score | None = field(default=None, metadata=ADDED)
+    left_out: tuple[LostGroup, ...] = field(default=(), metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -484,9 +493,8 @@ class Tick:
 class Reduced:
     """The round's updates became the next shared state. scaled: those above a norm bound.
 
-    charged: rounds charged to the budget, this one included; 0 without a budget. clip: the norm of
-    the next round, where it follows the updates. left_out: devices whose updates are not in the
-    state, because no honest device sends such.
+    charged: rounds charged to the budget, this one included; 0 without a budget. clip, buffer_clip:
+    norms of the next round; see `RunState`. left_out: devices whose updates are not in the state.
     """
 
     at_s: float
@@ -496,6 +504,7 @@ class Reduced:
     charged: int = field(default=0, metadata=ADDED)
     clip: float = field(default=0.0, metadata=ADDED)
     left_out: tuple[str, ...] = field(default=(), metadata=ADDED)
+    buffer_clip: float = field(default=0.0, metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -529,25 +538,13 @@ class Failed:
     reason: str
 
 
+# fmt: off
 Event = (
-    Joined
-    | Left
-    | Restarted
-    | Asked
-    | Arrived
-    | Answered
-    | Masked
-    | Exchanged
-    | Scored
-    | Refused
-    | Declined
-    | Tick
-    | Reduced
-    | Finished
-    | Stopped
-    | Resumed
-    | Failed
+    Joined | Left | Restarted | Asked | Arrived | Answered
+    | Masked | Exchanged | Scored | Refused | Declined | Tick
+    | Reduced | Finished | Stopped | Resumed | Failed
 )
+# fmt: on
 
 
 # Effects.

@@ -29,10 +29,11 @@ class RunPlan:
     score; evaluate_every: 0 to do so after the last round only. needs_scores: whether an evaluation
     that every device declines stops the run; it is off with an external strategy, because the apps
     of the devices' owners often cannot evaluate. returns: how often the run may return from a
-    spoilt state to its last good one; see `spoilt`. least: fewest devices whose masked sum may be
-    unmasked; 0 where updates are in the clear. phase_s: time for each step of a masked round after
-    that of keys, in which devices learn. budget: of a run with differential privacy, before its
-    first round; it allows all `rounds`. clip: the norm of changes in its first round.
+    spoilt state to its last good one; see `spoilt`. least: fewest devices with which a masked round
+    goes on after its keys; 0 where updates are in the clear. phase_s: time for each step of a
+    masked round after that of keys, in which devices learn. budget: of a run with differential
+    privacy, before its first round; it allows all `rounds`. clip: the norm of changes in its first
+    round, where it follows the updates or there is a budget.
     """
 
     rounds: int

@@ -41,6 +41,7 @@ from triplane.unified_ir.federated.masking.primitives import (
 from triplane.unified_ir.federated.masking.session import (
     MaskingSession,
     check_advertisement,
+    group_sessions,
     self_mask_commitment,
 )
 from triplane.unified_ir.federated.masking.shamir import join_shares, parse_share, wrong_shares
@@ -62,11 +63,23 @@ class MaskingPhase(IntEnum):
 
 
 class MaskingCloud:
-    """One masked round. Unavailable where too few devices are left; it names the threshold."""
+    """One masked round. Unavailable where too few devices are left; it names the threshold.
 
-    def __init__(self, terms: MaskingTerms, *, verifier: IdentityVerifier) -> None:
+    Where the cohort has groups, it is the round of the first of them from the phase of shares on,
+    and `groups` has all: each goes on by itself, or fails by itself.
+    """
+
+    def __init__(
+        self,
+        terms: MaskingTerms,
+        *,
+        verifier: IdentityVerifier,
+        session: MaskingSession | None = None,
+    ) -> None:
+        """Begin with the phase of keys. session: the group whose keys are known already."""
         self._terms, self._verifier = terms, verifier
         self._phase = MaskingPhase.KEYS
+        self._groups: tuple[MaskingCloud, ...] = (self,)
         self._inputs: dict[int, bytes] = {}
         self._advertisements: dict[str, Advertisement] = {}
         self._keys: set[bytes] = set()
@@ -81,6 +94,13 @@ class MaskingCloud:
         self._sharers: tuple[int, ...]
         self._survivors: tuple[int, ...]
         self._total: IntegerSum
+        if session is not None:
+            self._begin(session)
+
+    def _begin(self, session: MaskingSession) -> None:
+        self._session = session
+        self._total = IntegerSum(self._terms.fields, len(session))
+        self._phase = MaskingPhase.SHARES
 
     @property
     def phase(self) -> MaskingPhase:
@@ -89,8 +109,13 @@ class MaskingCloud:
 
     @property
     def session(self) -> MaskingSession:
-        """The cohort and its parameters, once `cohort` was called."""
+        """The cohort, or the group, and its parameters, once `cohort` was called."""
         return self._session
+
+    @property
+    def groups(self) -> tuple[MaskingCloud, ...]:
+        """The round of each group, once `cohort` was called; this one alone without groups."""
+        return self._groups
 
     def add_keys(self, advertisement: Advertisement) -> None:
         """Take a device's keys. InvalidInput where they break a rule."""
@@ -113,11 +138,12 @@ class MaskingCloud:
         listed = (self._advertisements[name] for name in sorted(self._advertisements))
         cohort = MaskingCohort(advertisements=tuple(listed))
         try:
-            self._session = MaskingSession(self._terms, cohort)
+            first, *others = group_sessions(self._terms, cohort)
         except InvalidInput as error:
             raise Unavailable(f"no cohort can be formed: {error}") from error
-        self._total = IntegerSum(self._terms.fields, len(self._session))
-        self._phase = MaskingPhase.SHARES
+        self._begin(first)
+        rounds = (MaskingCloud(s.terms, verifier=self._verifier, session=s) for s in others)
+        self._groups = (self, *rounds)
         return cohort
 
     def add_shares(self, shares: SealedShares) -> None:

@@ -9,6 +9,7 @@ never stored, so after a restart the device leaves the round (`ledger.py`).
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -49,6 +50,7 @@ from triplane.unified_ir.federated.masking.primitives import (
 from triplane.unified_ir.federated.masking.session import (
     MaskingSession,
     check_advertisement,
+    group_sessions,
     self_mask_commitment,
 )
 from triplane.unified_ir.federated.masking.shamir import split_secret
@@ -99,7 +101,7 @@ class MaskingDevice:
         return self._advertisement
 
     def share(self, cohort: MaskingCohort) -> SealedShares:
-        """Check the cohort and share both secrets with the neighbours in it."""
+        """Check the cohort and share both secrets with the neighbours in this device's group."""
         earlier: SealedShares | None = self._earlier("share", cohort)
         if earlier is not None:
             return earlier
@@ -108,11 +110,12 @@ class MaskingDevice:
                 f"the cohort does not contain {self._device!r} with the keys that it advertised"
             )
         # The size first, because each signature of too many would cost time.
-        self._terms.parameters(len(cohort.advertisements))
+        self._terms.group_parameters(len(cohort.advertisements))
         for advertisement in cohort.advertisements:
             check_advertisement(self._terms, advertisement, self._verifier)
-        self._session = session = MaskingSession(self._terms, cohort)
-        self._position = session.devices.index(self._device)
+        sessions = group_sessions(self._terms, cohort)
+        self._session = next(s for s in sessions if self._device in s.devices)
+        self._position = self._session.devices.index(self._device)
         return self._answer("share", cohort, self._shares())
 
     def mask(self, delivery: ShareDelivery, vectors: Sequence[Vector]) -> MaskedInput:
@@ -254,13 +257,14 @@ class MaskingDevice:
 
     def _check_quorum(self, signatures: Mapping[int, bytes]) -> None:
         signed = self._session.survivor_statement(self._sharers, self._survivors)
-        names = self._session.devices
-        valid = sum(
-            self._verifier.verifies(names[i], signed, signatures[i])
+        names, quorum = self._session.devices, self._session.parameters.quorum
+        verified = (
+            i
             for i in self._survivors
-            if i in signatures
+            if i in signatures and self._verifier.verifies(names[i], signed, signatures[i])
         )
-        quorum = self._session.parameters.quorum
+        # No further ones: verifying takes most of this step's time.
+        valid = sum(1 for _ in itertools.islice(verified, quorum))
         if valid < quorum:
             raise InvalidInput(
                 f"{quorum} devices must have signed the same survivors as this device, the cloud "

@@ -9,8 +9,9 @@ H D is a randomized Hadamard rotation: D has public random signs, H is orthonorm
 entries are spread over a block and one range fits all. E[q] is exact where nothing is clipped, so
 the sum over devices is unbiased. Each entry of z is off by less than one step, and a section of N
 padded entries of m devices by less than m step sqrt(N) in the Euclidean norm, step sqrt(m N) / 2
-expected. The weight is one more integer. u comes from the operating system, never from the plan:
-whoever knows u could read more of z than q says.
+expected. The weight is one more integer. Where norms follow the updates, so is a bit for each
+section: 2 if it is short, 0 if not, and 1 for a device that sends zeros in its place. u comes from
+the operating system, never from the plan: whoever knows u could read more of z than q says.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from triplane.unified_ir.federated.core.draws import Draws
 from triplane.unified_ir.federated.masking.fields import MaskedField, Vector
 
 LEVEL_BITS: Final = 8
+BIT_BITS: Final = 2
+"""Bits of a device's clipping bit, which is 0, 1 or 2."""
 LARGEST_BLOCK: Final = 1 << 14
 SMALLEST_BLOCK: Final = 1 << 8
 MAX_PADDING: Final = 1 / 32
@@ -114,13 +117,16 @@ def range_for(norm: float, entries: int, *, deviations: float = 4.0) -> float:
 class UpdateEncoding:
     """The encoding of one round. cap: examples that count at most. seed: public, of the rotation.
 
-    Choose the cap near the examples that devices have, because the error of the mean grows with
-    cap / examples. InvalidInput for a cap outside 1 to 2^32.
+    has_bits: whether a device also says for each section whether it was short; bit_noise_bits: see
+    `MaskedField`. Choose the cap near the examples that devices have, because the error of the mean
+    grows with cap / examples. InvalidInput for a cap outside 1 to 2^32.
     """
 
     sections: tuple[EncodedSection, ...]
     cap: int
     seed: int
+    has_bits: bool = False
+    bit_noise_bits: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.cap <= MAX_CAP:
@@ -128,15 +134,20 @@ class UpdateEncoding:
 
     @property
     def fields(self) -> tuple[MaskedField, ...]:
-        """The masked fields of the sections, then that of the weight."""
+        """The masked fields of the sections, then that of the weight, then that of the bits."""
         weight = MaskedField(1, self.cap.bit_length())
-        return (*(section.field for section in self.sections), weight)
+        fields = (*(section.field for section in self.sections), weight)
+        if not self.has_bits:
+            return fields
+        return (*fields, MaskedField(len(self.sections), BIT_BITS, self.bit_noise_bits))
 
-    def encode(self, update: Sequence[npt.NDArray[Any]], examples: int) -> tuple[Vector, ...]:
+    def encode(
+        self, update: Sequence[npt.NDArray[Any]], examples: int, is_short: Sequence[bool] = ()
+    ) -> tuple[Vector, ...]:
         """Return the integers of one device's update, for each of `fields`.
 
-        update: a vector for each section. InvalidInput unless all of it is finite and
-        examples >= 1.
+        update: a vector for each section. is_short: its bit for each section, if there are bits.
+        InvalidInput unless all of it is finite and examples >= 1.
         """
         if examples < 1 or len(update) != len(self.sections):
             raise InvalidInput(
@@ -146,7 +157,10 @@ class UpdateEncoding:
         weight = min(examples, self.cap)
         pairs = enumerate(zip(self.sections, update, strict=True))
         vectors = [self._levels(i, section, x, weight) for i, (section, x) in pairs]
-        return (*vectors, np.array([weight], np.uint64))
+        vectors.append(np.array([weight], np.uint64))
+        if self.has_bits:
+            vectors.append(np.array([2 * bit for bit in is_short], np.uint8))
+        return tuple(vectors)
 
     def decode(
         self, sums: Sequence[Vector], devices: int, *, cohort: int
@@ -158,7 +172,7 @@ class UpdateEncoding:
         """
         if devices > cohort:
             raise InvalidInput(f"a sum of {devices} devices cannot come from a cohort of {cohort}")
-        *vectors, weights = sums
+        *vectors, weights = sums[: len(self.sections) + 1]
         weight = int(weights[0])
         if not devices <= weight <= devices * self.cap:
             raise InvalidInput(
@@ -171,6 +185,28 @@ class UpdateEncoding:
             for i, (section, total) in pairs
         ]
         return tuple(means), weight
+
+    def sums_of_bits(self, sums: Sequence[Vector], devices: int, *, cohort: int) -> tuple[int, ...]:
+        """Return for each section the sum over `devices` of +1, where it is short, and -1.
+
+        Empty without bits; with noise in it where devices add some. InvalidInput: no such sum is
+        possible.
+        """
+        if not self.has_bits:
+            return ()
+        field = self.fields[-1]
+        shape, dtype = sums[-1].shape, sums[-1].dtype
+        if shape != (field.entries,) or dtype != np.uint64:
+            raise InvalidInput(f"the sum of {field.entries} bits is uint64, got {dtype}{shape}")
+        levels = _nearest(sums[-1], field.width(cohort), 2 * devices)
+        bits = tuple(int(level) - devices for level in levels)
+        # Noise may lead out of the range; whoever adds it takes care of the modulus.
+        if not field.noise_bits and any(abs(x) > devices or (x - devices) % 2 for x in bits):
+            raise InvalidInput(
+                f"the bits of {devices} devices, +1 or -1 each, cannot add up to {bits}, so a "
+                "device lied"
+            )
+        return bits
 
     def _levels(self, at: int, section: EncodedSection, x: npt.NDArray[Any], weight: int) -> Vector:
         _check_entries(at, section, x)
@@ -222,13 +258,19 @@ def _centred(
         raise InvalidInput(
             f"the sum of section {at} is uint64[{section.padded}], got {total.dtype}{total.shape}"
         )
-    # Noise may make a sum negative or larger, so it is read as the number modulo 2^width that is
-    # nearest to the middle of what is possible without noise.
-    half = 1 << (section.field.width(cohort) - 1)
     largest = devices * ((1 << section.bits) - 1)
-    below = (largest + 1) // 2 - half
-    levels = (total.astype(np.int64) - below) % (2 * half) + below
+    levels = _nearest(total, section.field.width(cohort), largest)
     return levels.astype(np.float64) - largest / 2
+
+
+def _nearest(total: Vector, width: int, largest: int) -> npt.NDArray[np.int64]:
+    """Return the numbers modulo 2^width that are nearest to the middle of 0 and `largest`.
+
+    Noise may make a sum negative, or larger than what is possible without it.
+    """
+    half = 1 << (width - 1)
+    below = (largest + 1) // 2 - half
+    return (total.astype(np.int64) - below) % (2 * half) + below
 
 
 def _check_entries(at: int, section: EncodedSection, x: npt.NDArray[Any]) -> None:

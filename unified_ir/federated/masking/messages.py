@@ -24,6 +24,7 @@ from typing import Final
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core import defaults
 from triplane.unified_ir.federated.masking.fields import MaskedField
+from triplane.unified_ir.federated.masking.groups import group_sizes
 from triplane.unified_ir.federated.masking.parameters import (
     MAX_COHORT,
     MIN_COHORT,
@@ -45,9 +46,13 @@ PSEUDONYM: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 class MaskingTerms:
     """What everybody in a masked round agrees on; every signature covers all of it.
 
-    base: SHA-256 of the state that the round begins from. group: of the round's cohort, where it
-    has several; each is a cohort of its own. least: fewest devices whose sum may be unmasked.
-    lost_share, colluding_share, failure: see `choose_parameters`. fields: the vectors.
+    base: SHA-256 of the state that the round begins from. groups: of the round's cohort, each of
+    which is masked apart; see `group_sessions`. group: from 1 in the terms of one of several
+    groups, 0 until the keys of all devices have decided who is in which. least: fewest devices, of
+    a group, whose sum may be unmasked. lost_share, colluding_share, failure: see
+    `choose_parameters`. fields: the vectors. encoding: SHA-256 of what the integers mean, or empty
+    in rounds without clipping bits, whose bytes are those of earlier releases. It keeps a cloud
+    from telling one device another norm than the others, so that the sum of bits has its bit alone.
     """
 
     run: str
@@ -55,11 +60,13 @@ class MaskingTerms:
     round: int
     attempt: int
     group: int = 0
+    groups: int = 1
     fields: tuple[MaskedField, ...]
     least: int
     lost_share: float
     colluding_share: float
     failure: float = defaults.MASK_FAILURE
+    encoding: bytes = b""
 
     def __post_init__(self) -> None:
         check_pseudonym(self.run, "a run")
@@ -68,37 +75,56 @@ class MaskingTerms:
                 f"masking needs a base of {DIGEST_BYTES} bytes and 1 to {MAX_FIELDS} fields, got "
                 f"{len(self.base)} bytes and {len(self.fields)} fields"
             )
+        if len(self.encoding) not in {0, DIGEST_BYTES}:
+            raise InvalidInput(f"an encoding is named by SHA-256, got {len(self.encoding)} bytes")
         if not MIN_COHORT <= self.least <= MAX_COHORT:
             raise InvalidInput(
                 f"the least cohort of a masked round is {MIN_COHORT} to {MAX_COHORT} devices, got "
                 f"{self.least}"
             )
-        if not all(0 <= i < MAX_NUMBER for i in (self.round, self.attempt, self.group)):
+        if not all(0 <= i < MAX_NUMBER for i in (self.round, self.attempt)):
             raise InvalidInput(
-                f"round, attempt and group are in [0, 2^40), got {self.round}, {self.attempt} and "
-                f"{self.group}"
+                f"round and attempt are in [0, 2^40), got {self.round} and {self.attempt}"
+            )
+        last = self.groups if self.groups > 1 else 0
+        if not (1 <= self.groups <= MAX_COHORT and 0 <= self.group <= last):
+            raise InvalidInput(
+                f"a cohort has 1 to {MAX_COHORT} groups, numbered from 1 if there are several, got "
+                f"group {self.group} of {self.groups}"
             )
 
-    def parameters(self, devices: int) -> MaskingParameters:
-        """Return the parameters for a cohort of `devices`."""
+    def parameters(self, devices: int, *, cohort: int = 0) -> MaskingParameters:
+        """Return the parameters for `devices` that are masked together; see `choose_parameters`."""
         return choose_parameters(
             devices,
+            cohort=cohort,
             least=self.least,
             lost_share=self.lost_share,
             colluding_share=self.colluding_share,
             failure=self.failure,
         )
 
+    def group_parameters(self, cohort: int) -> tuple[MaskingParameters, ...]:
+        """Return the parameters of a cohort's groups, for each size that a group has.
+
+        InvalidInput: one of them is too small.
+        """
+        sizes = sorted(set(group_sizes(cohort, self.groups)))
+        return tuple(self.parameters(size, cohort=cohort) for size in sizes)
+
     def encode(self) -> bytes:
         """Return the bytes that signatures cover."""
-        numbers = (self.round, self.attempt, self.group, self.least)
+        numbers = [self.round, self.attempt, self.group, self.least]
+        if self.groups > 1:  # without groups, the bytes are those of earlier releases
+            numbers.append(self.groups)
         return statement(
             "terms",
             self.run.encode(),
             self.base,
-            struct.pack(">4Q", *numbers),
+            struct.pack(f">{len(numbers)}Q", *numbers),
             struct.pack(">3d", self.lost_share, self.colluding_share, self.failure),
             *(struct.pack(">QII", f.entries, f.bits, f.noise_bits) for f in self.fields),
+            *([self.encoding] if self.encoding else []),
         )
 
 

@@ -16,13 +16,18 @@ import numpy as np
 import numpy.typing as npt
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.federated.masking.encoding import EncodedSection, UpdateEncoding
-from triplane.unified_ir.federated.masking.fields import Vector
+from triplane.unified_ir.federated.masking.encoding import (
+    BIT_BITS,
+    EncodedSection,
+    UpdateEncoding,
+)
+from triplane.unified_ir.federated.masking.fields import MaskedField, Vector
 from triplane.unified_ir.federated.privacy.distributed import (
     DistributedNoise,
     distributed_noise,
     rounded_norm,
 )
+from triplane.unified_ir.federated.privacy.settings import DifferentialPrivacy
 
 TRIES: Final = 64
 """Roundings of one update at most; one in e^(1/2) or more meets the bound."""
@@ -45,6 +50,39 @@ def noise_for(
     return distributed_noise(multiplier, norm=norm, entries=section.padded, honest=honest)
 
 
+def noises_for(
+    section: EncodedSection, clip: float, privacy: DifferentialPrivacy, devices: int, honest: int
+) -> tuple[DistributedNoise, DistributedNoise | None]:
+    """Return the noise of a device in its update, and in its clipping bit if the norm follows.
+
+    Together they cost a device what one noise of the run's multiplier does; see
+    `AdaptiveNorm.update_multiplier`. devices: that complete a round.
+    """
+    norm = privacy.adaptive(clip, devices)
+    if norm is None:
+        return noise_for(section, clip, privacy.multiplier, honest), None
+    bit = distributed_noise(2 * norm.bit_noise, norm=1.0, entries=1, honest=honest)
+    update = noise_for(section, clip, norm.update_multiplier(privacy.multiplier), honest)
+    while joint_multiplier(update, bit) < privacy.multiplier:  # by rounding of float64
+        update = replace(update, variance=update.variance + update.variance // 2**30 + 1)
+    return update, bit
+
+
+def joint_multiplier(update: DistributedNoise, bit: DistributedNoise | None) -> float:
+    """Return the multiplier of a sum of updates and of the sum of their bits, as one release.
+
+    Both are concentrated private, (1/2) e^2 with 1/e the multiplier, and the e^2 add up.
+    """
+    if bit is None:
+        return update.noise_multiplier
+    return 1 / math.sqrt(update.noise_multiplier**-2 + bit.noise_multiplier**-2)
+
+
+def bit_noise_of(variance: int, honest: int) -> DistributedNoise | None:
+    """Return noise of a stated variance in a bit, which is +1 or -1; None for 0."""
+    return DistributedNoise(variance, honest, 1.0, 1) if variance else None
+
+
 def noise_of(section: EncodedSection, clip: float, variance: int, honest: int) -> DistributedNoise:
     """Return noise of a stated variance. InvalidInput: it is out of range."""
     return DistributedNoise(variance, honest, integer_norm(section, clip), section.padded)
@@ -56,25 +94,38 @@ def with_noise_bits(section: EncodedSection, variance: int, least: int) -> Encod
     A larger cohort has more bits by itself: from one power of two to the next its sum doubles, and
     its noise grows by the root of two, so the smallest cohorts need the most further bits.
     """
+    return replace(section, noise_bits=_room(replace(section, noise_bits=0).field, variance, least))
+
+
+def bit_noise_bits(variance: int, least: int) -> int:
+    """Return the further bits of a sum of clipping bits; see `with_noise_bits`."""
+    return _room(MaskedField(1, BIT_BITS), variance, least) if variance else 0
+
+
+def _room(field: MaskedField, variance: int, least: int) -> int:
     cohort = 1 << (max(least, 1) - 1).bit_length()
-    noise = DistributedNoise(variance, 1, 1.0, section.padded)
+    noise = DistributedNoise(variance, 1, 1.0, field.entries)
     # Entries of one device are this far from the middle of its levels at most.
-    needed = noise.sum_bits(cohort, 1 << (section.bits - 1))
-    return replace(section, noise_bits=max(0, needed - section.field.width(cohort)))
+    needed = noise.sum_bits(cohort, 1 << (field.bits - 1))
+    return max(0, needed - field.width(cohort))
 
 
 def rounded(
-    encoding: UpdateEncoding, update: Sequence[npt.NDArray[Any]], noise: DistributedNoise
+    encoding: UpdateEncoding,
+    update: Sequence[npt.NDArray[Any]],
+    noise: DistributedNoise,
+    is_short: Sequence[bool] = (),
 ) -> tuple[Vector, ...]:
     """Return the integers of a clipped update of one section, rounded until they meet the bound.
 
-    InvalidInput: they do not after many tries, because the update is longer than it was clipped to.
+    is_short: see `UpdateEncoding.encode`. InvalidInput: they do not after many tries, because the
+    update is longer than it was clipped to.
     """
     for _ in range(TRIES):
-        levels, weight = encoding.encode(update, 1)
+        levels, *others = encoding.encode(update, 1, is_short)
         distance = levels.astype(np.float64) - _middle(encoding.sections[0])
         if np.linalg.norm(distance) <= noise.norm:
-            return levels, weight
+            return levels, *others
     raise InvalidInput(
         f"an update was rounded {TRIES} times above its bound of {noise.norm:g} steps; is its norm "
         "right?"

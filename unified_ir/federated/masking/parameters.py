@@ -9,6 +9,14 @@ same terms (Bell et al. 2020, section 3, adapted; decision 0075):
 
 For k < n - 1, c and the lost neighbours are bounded by hypergeometric tails, in exact integers: two
 machines must never disagree about k. The complete graph has no tails; there 2 t > k + C suffices.
+
+Where a cohort of N devices is masked in G groups that a hash draws (`groups.py`), n is the size of
+one group, and C is the least number that the N devices' colluders pass in any of the groups with a
+small probability only:
+
+    2 G P[more than C colluders among n of N] <= failure / GRINDING_TRIES
+
+The other half of `failure` is for the graphs of all groups.
 """
 
 from __future__ import annotations
@@ -37,14 +45,16 @@ A try costs some 20 us of one core, offline: 2^40 would be within reach of whoev
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskingParameters:
-    """What a cohort of `devices` uses.
+    """What a cohort of `devices` uses, or one group of `devices` of a cohort.
 
-    least: fewest survivors whose sum may be unmasked. lost: losses after which the round still
-    succeeds. colluding: devices that may share all they know with the cloud; at most
-    `colluding_neighbours` of them are neighbours of one device.
+    cohort: devices of all groups. least: fewest survivors whose sum may be unmasked. lost: losses
+    after which the round still succeeds. colluding: devices that may share all they know with the
+    cloud; at most `colluding_neighbours` of them are neighbours of one device. colluding_cohort:
+    the same in all groups.
     """
 
     devices: int
+    cohort: int
     neighbours: int
     threshold: int
     quorum: int
@@ -52,6 +62,7 @@ class MaskingParameters:
     lost: int
     colluding: int
     colluding_neighbours: int
+    colluding_cohort: int
     failure: float
 
     @property
@@ -61,53 +72,76 @@ class MaskingParameters:
 
     def text(self) -> str:
         """Return a description for people, a few lines."""
+        grouped = self.cohort > self.devices
+        cohort = f"groups of {self.devices} of {self.cohort}" if grouped else f"{self.devices}"
+        others, of = ("others of its group", " of a group") if grouped else ("others", "")
         graph = (
-            "every device shares its secrets with all others"
+            f"every device shares its secrets with all {others}"
             if self.complete
             else "every device shares its secrets with neighbours that a hash of all keys chooses"
         )
         return (
-            f"masking for {self.devices} devices: {graph} ({self.neighbours}); "
+            f"masking for {cohort} devices: {graph} ({self.neighbours}); "
             f"{self.threshold} of {self.neighbours} shares recover a secret\n"
-            f"the cloud learns a sum only over {self.least} or more devices, after {self.quorum} "
-            "of them have signed the same list\n"
-            f"holds while at most {self.lost} devices are lost and at most {self.colluding} "
+            f"the cloud learns a sum only over {self.least} or more devices{of}, after "
+            f"{self.quorum} of them have signed the same list\n"
+            f"holds while at most {self.lost} devices{of} are lost and at most {self._colluders()} "
             f"collude with the cloud, except with probability {self.failure:g}"
         )
+
+    def _colluders(self) -> str:
+        if self.cohort == self.devices:
+            return f"{self.colluding}"
+        # A hash draws the groups, so a share of the cohort is no bound on the share of a group.
+        return f"{self.colluding_cohort} of all {self.cohort} ({self.colluding} in one group)"
 
 
 @lru_cache(maxsize=64)
 def choose_parameters(
-    devices: int, *, least: int, lost_share: float, colluding_share: float, failure: float
+    devices: int,
+    *,
+    least: int,
+    lost_share: float,
+    colluding_share: float,
+    failure: float,
+    cohort: int = 0,
 ) -> MaskingParameters:
-    """Return the parameters with the fewest neighbours for a cohort of `devices`.
+    """Return the parameters with the fewest neighbours for a cohort, or a group, of `devices`.
 
-    lost_share and colluding_share: of the cohort, in [0, 1), rounded down and up: 5 percent of 10
-    devices are none lost and one colluding. failure: probability that the bounds on neighbours do
-    not hold, in (0, 1). InvalidInput if the cohort is smaller than `least` or if
-    not even the complete graph satisfies both bounds.
+    cohort: devices of all groups, 0 if there is one group only. lost_share: of `devices`;
+    colluding_share: of the cohort; both in [0, 1), rounded down and up: 5 percent of 10
+    devices are none lost and one colluding. failure: probability that the bounds on neighbours, or
+    on the colluders in each group, do not hold, in (0, 1). InvalidInput if `devices` are fewer
+    than `least` or if not even the complete graph satisfies both bounds.
     """
-    _check(devices, least, lost_share, colluding_share, failure)
-    colluding = math.ceil(colluding_share * devices - ROUNDING)
+    cohort = cohort or devices
+    _check(devices, cohort, least, lost_share, colluding_share, failure)
+    in_all = math.ceil(colluding_share * cohort - ROUNDING)
+    colluding, chance = _colluding_in_group(devices, cohort, in_all, Fraction(failure))
+    of, more, way = "devices", "ask more devices", ""
+    if cohort > devices:
+        of, way = "devices in each group", ", or form fewer groups"
+        more = "form fewer groups, or state a smaller share of colluding devices"
     # A sum of one honest device and the colluders' own updates would be that device's update.
     least = max(least, colluding + 2)
     if devices < least:
         raise InvalidInput(
-            f"masking needs a cohort of at least {least} devices (with {colluding} colluding), got "
-            f"{devices}; ask more devices"
+            f"masking needs a cohort of at least {least} {of} (with {colluding} colluding), got "
+            f"{devices}; {more}"
         )
     lost = min(math.floor(lost_share * devices + ROUNDING), devices - least)
     quorum = (devices + colluding) // 2 + 1
-    chosen = _fewest_neighbours(devices, lost, colluding, Fraction(failure))
+    chosen = _fewest_neighbours(devices, lost, colluding, chance)
     if chosen is None or devices - lost < quorum:
         raise InvalidInput(
-            f"masking cannot tolerate {lost} lost and {colluding} colluding of {devices} devices: "
+            f"masking cannot tolerate {lost} lost and {colluding} colluding of {devices} {of}: "
             f"{quorum} of them must sign the survivors and {devices - lost} remain; state a "
-            "smaller share of lost or colluding devices"
+            f"smaller share of lost or colluding devices{way}"
         )
     neighbours, colluders, threshold = chosen
     return MaskingParameters(
         devices=devices,
+        cohort=cohort,
         neighbours=neighbours,
         threshold=threshold,
         quorum=quorum,
@@ -115,15 +149,35 @@ def choose_parameters(
         lost=lost,
         colluding=colluding,
         colluding_neighbours=colluders,
+        colluding_cohort=in_all,
         failure=failure,
     )
 
 
-def _check(devices: int, least: int, lost: float, colluding: float, failure: float) -> None:
+def _colluding_in_group(
+    devices: int, cohort: int, colluding: int, failure: Fraction
+) -> tuple[int, Fraction]:
+    """Return the most colluders in a group, and what is left of `failure` for its graph."""
+    if cohort == devices:
+        return colluding, failure
+    # More groups of nearly equal size would have fewer devices each.
+    groups = (cohort - 1) // (devices - 1)
+    chance = failure / (2 * groups)
+    return _most(cohort, colluding, devices, chance / GRINDING_TRIES), chance
+
+
+def _check(
+    devices: int, cohort: int, least: int, lost: float, colluding: float, failure: float
+) -> None:
     if not MIN_COHORT <= least <= devices <= MAX_COHORT:
+        grouped = f"groups of {devices} devices; form fewer groups, or ask more devices"
         raise InvalidInput(
             f"masking needs {MIN_COHORT} <= least cohort <= devices <= {MAX_COHORT}, got least "
-            f"cohort {least} and {devices} devices"
+            f"cohort {least} and {grouped if cohort > devices else f'{devices} devices'}"
+        )
+    if not devices <= cohort <= MAX_COHORT:
+        raise InvalidInput(
+            f"a group of {devices} devices is of a cohort of as many to {MAX_COHORT}, got {cohort}"
         )
     if not (0 <= lost < 1 and 0 <= colluding < 1 and 0 < failure < 1):
         raise InvalidInput(

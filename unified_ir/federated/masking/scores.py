@@ -46,6 +46,7 @@ class ScoreEncoding:
 
     metric: Metric
     cap: int
+    sections: tuple[()] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.cap <= MAX_CAP:

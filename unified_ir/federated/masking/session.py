@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.masking.graph import NeighbourGraph
+from triplane.unified_ir.federated.masking.groups import groups_of
 from triplane.unified_ir.federated.masking.messages import (
     Advertisement,
     MaskingCohort,
@@ -32,25 +34,24 @@ from triplane.unified_ir.federated.masking.primitives import (
 
 
 class MaskingSession:
-    """A verified cohort. InvalidInput where it breaks a rule.
+    """A verified cohort, or one group of it. InvalidInput where it breaks a rule.
 
     Signatures are checked by `check_advertisement`: the cloud does so on arrival, a device for all.
+    of, size: the digest that decided the groups, and the devices of all of them; see
+    `group_sessions`.
     """
 
-    def __init__(self, terms: MaskingTerms, cohort: MaskingCohort) -> None:
+    def __init__(
+        self, terms: MaskingTerms, cohort: MaskingCohort, *, of: bytes = b"", size: int = 0
+    ) -> None:
         self.terms = terms
         self.advertisements = cohort.advertisements
         self.devices = [a.device for a in cohort.advertisements]
-        if self.devices != sorted(set(self.devices)):
-            raise InvalidInput("a cohort lists each device once, in the order of their names")
+        _check_listed(self.devices)
         _check_distinct_keys(cohort.advertisements)
-        self.parameters = terms.parameters(len(self.devices))
-        # Not of the signatures: whoever has one can write ECDSA signatures in a second form.
-        keys = [
-            statement("member", a.device.encode(), a.encryption_key, a.mask_key)
-            for a in cohort.advertisements
-        ]
-        self.digest = hashlib.sha256(statement("session", terms.encode(), *keys)).digest()
+        self.parameters = terms.parameters(len(self.devices), cohort=size)
+        # Shares of a group open only where all devices of the round have the same groups.
+        self.digest = _digest("session", terms, cohort, *([of] if of else []))
         self._graph = NeighbourGraph(len(self.devices), self.parameters.neighbours, self.digest)
 
     def __len__(self) -> int:
@@ -108,6 +109,44 @@ class MaskingSession:
         secret = own.agree(self.advertisements[other].encryption_key)
         info = statement("shares", position_bytes((sender, receiver)))
         return hkdf(secret, self.digest, info), info
+
+
+def group_sessions(terms: MaskingTerms, cohort: MaskingCohort) -> tuple[MaskingSession, ...]:
+    """Return the session of each group of a cohort, or of the whole one if it has no groups.
+
+    terms: those under which all devices signed their keys. Nobody is sent the groups: they follow
+    from the terms and all keys, as the graph does. InvalidInput where the cohort breaks a rule.
+    """
+    if terms.groups == 1:
+        return (MaskingSession(terms, cohort),)
+    everybody = cohort.advertisements
+    _check_listed([a.device for a in everybody])
+    _check_distinct_keys(everybody)
+    digest = _digest("groups", terms, cohort)
+    return tuple(
+        MaskingSession(
+            replace(terms, group=number),
+            MaskingCohort(advertisements=tuple(everybody[i] for i in positions)),
+            of=digest,
+            size=len(everybody),
+        )
+        for number, positions in enumerate(groups_of(digest, len(everybody), terms.groups), 1)
+    )
+
+
+def _digest(purpose: str, terms: MaskingTerms, cohort: MaskingCohort, *more: bytes) -> bytes:
+    """Return the digest of the terms and all keys of a cohort."""
+    # Not of the signatures: whoever has one can write ECDSA signatures in a second form.
+    keys = [
+        statement("member", a.device.encode(), a.encryption_key, a.mask_key)
+        for a in cohort.advertisements
+    ]
+    return hashlib.sha256(statement(purpose, terms.encode(), *keys, *more)).digest()
+
+
+def _check_listed(devices: Sequence[str]) -> None:
+    if devices != sorted(set(devices)):
+        raise InvalidInput("a cohort lists each device once, in the order of their names")
 
 
 def self_mask_commitment(seed: bytes) -> bytes:

@@ -7,6 +7,7 @@ for more than a cohort can have.
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Mapping, Sized
 
 from triplane.proto import federation_pb2 as pb
@@ -30,7 +31,7 @@ from triplane.unified_ir.federated.masking.messages import (
     SurvivorSignature,
     UnmaskRequest,
 )
-from triplane.unified_ir.federated.masking.noise import with_noise_bits
+from triplane.unified_ir.federated.masking.noise import bit_noise_bits, with_noise_bits
 from triplane.unified_ir.federated.masking.parameters import MAX_COHORT
 
 MAX_KEY_BYTES = 1024
@@ -47,6 +48,7 @@ def terms_message(terms: MaskingTerms) -> pb.MaskingTerms:
     return pb.MaskingTerms(
         attempt=terms.attempt,
         group=terms.group,
+        groups=terms.groups if terms.groups > 1 else 0,
         least=terms.least,
         lost_share=terms.lost_share,
         colluding_share=terms.colluding_share,
@@ -58,8 +60,10 @@ def terms_message(terms: MaskingTerms) -> pb.MaskingTerms:
     )
 
 
-def terms_of(message: pb.MaskingTerms, *, run: str, round_: int, base: bytes) -> MaskingTerms:
-    """Return the terms of a task."""
+def terms_of(
+    message: pb.MaskingTerms, *, run: str, round_: int, base: bytes, encoding: bytes = b""
+) -> MaskingTerms:
+    """Return the terms of a task. encoding: see `encoding_digest`."""
     if len(message.fields) > MAX_FIELDS:
         raise InvalidInput(f"masking has at most {MAX_FIELDS} fields, got {len(message.fields)}")
     return MaskingTerms(
@@ -68,24 +72,49 @@ def terms_of(message: pb.MaskingTerms, *, run: str, round_: int, base: bytes) ->
         round=round_,
         attempt=message.attempt,
         group=message.group,
+        groups=message.groups or 1,
         fields=tuple(MaskedField(f.entries, f.bits, f.noise_bits) for f in message.fields),
         least=message.least,
         lost_share=message.lost_share,
         colluding_share=message.colluding_share,
         failure=message.failure,
+        encoding=encoding,
     )
 
 
+def encoding_digest(message: pb.MaskingEncoding) -> bytes:
+    """Return what the terms of a round with clipping bits name its encoding by; else empty."""
+    if not message.bit_share:
+        return b""
+    numbers = (message.norm, message.buffer_norm, message.bit_share)
+    whole = (message.bits, message.cap, message.seed)
+    return hashlib.sha256(struct.pack(">3d3Q", *numbers, *whole)).digest()
+
+
 def encoding_of(
-    message: pb.MaskingEncoding, parameters: int, buffers: int, *, variance: int = 0, least: int = 0
+    message: pb.MaskingEncoding,
+    parameters: int,
+    buffers: int,
+    *,
+    variance: int = 0,
+    bit_variance: int = 0,
+    least: int = 0,
 ) -> UpdateEncoding:
     """Return the encoding of updates with so many entries of parameters and of float buffers.
 
     Device and cloud derive it alike: a section for each kind that has entries, parameters first.
-    variance: of the noise that each device adds to an integer, in steps squared; 0 for none. least:
-    fewest devices of a cohort, from which follows the room for the noise. InvalidInput: noise with
-    float buffers, or with weights.
+    variance: of the noise that each device adds to an integer, in steps squared; 0 for none.
+    bit_variance: of that in its clipping bit. least: fewest devices of a cohort, from which follows
+    the room for the noise. InvalidInput: noise with float buffers, with weights, or with bits that
+    get none.
     """
+    has_bits = bool(message.bit_share)
+    if not 0 <= message.bit_share <= 1 or bool(bit_variance) != (has_bits and bool(variance)):
+        raise InvalidInput(
+            "a clipping bit is about a share of the norm from 0 to 1, and has noise exactly if the "
+            f"update has; got the share {message.bit_share:g}, variance {variance} in the update "
+            f"and {bit_variance} in the bit"
+        )
     if variance and (buffers or message.cap != 1):
         raise InvalidInput(
             "with noise of devices an update has no float buffers and every device has the weight "
@@ -100,7 +129,13 @@ def encoding_of(
     )
     if variance:
         sections = tuple(with_noise_bits(section, variance, least) for section in sections)
-    return UpdateEncoding(sections, cap=message.cap, seed=message.seed)
+    return UpdateEncoding(
+        sections,
+        cap=message.cap,
+        seed=message.seed,
+        has_bits=has_bits,
+        bit_noise_bits=bit_noise_bits(bit_variance, least),
+    )
 
 
 def advertisement_message(advertisement: Advertisement, identity_key: bytes) -> pb.Advertisement:

@@ -102,6 +102,10 @@ def identity(plan: str, study: Any, seen: Shards, unseen: Shards) -> dict[str, s
     for added in ("privacy", "masking"):
         if options[added] is None:
             del options[added]
+    if study.masking is not None:
+        plain = {"groups": 1, "follows": False}  # as in earlier releases
+        kept = options["masking"].items()
+        options["masking"] = {k: v for k, v in kept if k not in plain or v != plain[k]}
     limits = options.pop("robustness")
     if study.robustness != UNLIMITED:  # earlier releases had no limits
         options["limits"] = {**limits, "numbers": study.robustness.all_numbers}

@@ -82,7 +82,7 @@ def prepared(study: Any, population: int) -> Any:
     population: devices that learn. InvalidInput: not one round fits, or there are too few devices.
     """
     if study.privacy is not None or algorithm(study.algorithm).weighting == "equal":
-        study = replace(study, masking=with_equal_weights(study.masking))
+        study = replace(study, masking=with_equal_weights(study.masking, study.privacy))
     if study.privacy is None:
         return study
     devices = study.devices or population
@@ -102,6 +102,7 @@ def check_rows(
         robustness=study.robustness,
         privacy=study.privacy,
         masked=masked_cohort(study.masking, devices),
+        groups=1 if study.masking is None else study.masking.groups,
         strategy=strategy,
         buffers=buffers,
     )

@@ -8,20 +8,24 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
+
+import numpy as np
 
 from triplane.unified_ir.federated.algorithms import Hyper, algorithm
 from triplane.unified_ir.federated.algorithms.aggregators import Robustness, reduce_round
 from triplane.unified_ir.federated.core.draws import Array, Draws
 from triplane.unified_ir.federated.core.learn import buffers
-from triplane.unified_ir.federated.core.limits import RoundUpdate
+from triplane.unified_ir.federated.core.limits import RoundUpdate, floats_of
 from triplane.unified_ir.federated.core.metric import Metric
-from triplane.unified_ir.federated.core.reduce import reduce as reduce_updates
+from triplane.unified_ir.federated.masking.adaptive import next_bound
+from triplane.unified_ir.federated.privacy.clipping import l2_norm
 from triplane.unified_ir.federated.privacy.settings import DifferentialPrivacy
 from triplane.unified_ir.federated.study.checkpoint import StudyProgress
-from triplane.unified_ir.federated.study.masked_sums import MaskedStudy, masked_sum
-from triplane.unified_ir.federated.study.private_rounds import reduce_privately
+from triplane.unified_ir.federated.study.masked_sums import MaskedStudy, means_and_bits
+from triplane.unified_ir.federated.study.private_rounds import NORM, reduce_privately
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,21 +168,31 @@ class _MeanRounds:
         self, at: StudyProgress, contributions: Sequence[Contribution], masking: MaskedStudy
     ) -> Next:
         study, row, number = self._study, self._row, len(at.rounds) + 1
-        seed = int(Draws(study.seed, number, "", "rotation").words(1)[0])
-        updates = [(x.examples, self._summed(x.change)) for x in contributions]
-        first = updates[0][1]
-        sums = masked_sum(first, masking, devices=study.devices, seed=seed, privacy=study.privacy)
-        mean = sums.mean(updates)
-        after, slots = reduce_updates(
-            at.shared, at.slots, [(1, lambda: mean)], weighting="equal", server=row.server,
-            hyper=study.hyper, buffers=self._buffers, combine=lambda _: mean,
+        # With noise, what is frozen is not summed, since it would not stay as it is.
+        frozen = study.frozen if study.privacy is not None else ()
+        updates = [
+            (x.examples, {n: x.change[n] for n in x.change if n not in frozen})
+            for x in contributions
+        ]
+        slots = dict(at.slots)
+        bound = float(slots.pop(NORM, masking.norm))
+        sums = means_and_bits(
+            updates, replace(masking, norm=bound),
+            draws=Draws(study.seed, number, "", "masking"), privacy=study.privacy,
         )  # fmt: skip
-        return Next(after, slots)
-
-    def _summed(self, change: Mapping[str, Array]) -> dict[str, Array]:
-        """Return what is summed: with noise, all but frozen tensors."""
-        left = self._study.frozen if self._study.privacy is not None else ()
-        return {name: x for name, x in change.items() if name not in left}
+        zeros = {n: np.zeros_like(x) for n, x in contributions[0].change.items() if n in frozen}
+        done = reduce_round(
+            at.shared, slots, [RoundUpdate(1, partial(dict, mean | zeros)) for mean, _ in sums],
+            robustness=study.robustness.of_sums, draws=Draws(study.seed, number, "", "buckets"),
+            weighting="equal", server=row.server, hyper=study.hyper, buffers=self._buffers,
+        )  # fmt: skip
+        if not masking.follows:
+            return Next(done.state, done.slots)
+        after = next_bound(
+            bound, sum(bits[0] for _, bits in sums), len(updates), devices=study.devices,
+            privacy=study.privacy, most=max(masking.norm, l2_norm(floats_of(at.shared))),
+        )  # fmt: skip
+        return Next(done.state, done.slots | {NORM: np.array(after)})
 
     def judge(self, at: StudyProgress) -> None:
         del at

@@ -169,7 +169,8 @@ def simulate(
     if not shards or study.devices > len(shards):
         raise InvalidInput(f"a round asks {study.devices or 1} devices; there are {len(shards)}")
     asked, study = study.rounds, prepared(study, len(shards))
-    study.robustness.check_count(study.devices or len(shards))
+    groups = study.masking.groups if study.masking else 1
+    study.robustness.check_count(study.devices or len(shards), groups=groups)
     with TemporaryDirectory() as temporary:
         path = Path(temporary) / PLAN
         # Through a file, so that a study runs exactly the plan that a device would receive.
@@ -415,7 +416,7 @@ class _Simulation:
         """Keep a device's own state, and return its change as the cloud reads it."""
         name, place = lease.device, self.place
         change: dict[str, Array] = dict(done.change)
-        if self.study.privacy is not None:
+        if self.study.privacy is not None and self.study.masking is None:
             change = {n: np.array(x) for n, x in change.items()}
             clip(change, norm_of(place.slots, self.study.privacy))
         rng = Draws(self.study.seed, number, lease.id, "compression")

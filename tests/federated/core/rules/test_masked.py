@@ -9,8 +9,12 @@ from hypothesis import strategies as st
 from tests.federated.core.rules.runs import DEVICES, fresh, opcodes, open_lease, plan, reduces, step
 
 from triplane.cloud.federation.coding import from_json, to_json
-from triplane.unified_ir.federated.core.masked_round import MAX_KEYS, answer_of
-from triplane.unified_ir.federated.core.masked_step import STEPS, MaskedStep, StepAnswer
+from triplane.unified_ir.federated.core.masked_round import (
+    GROUP_LEFT_OUT,
+    MAX_KEYS,
+    answer_of,
+)
+from triplane.unified_ir.federated.core.masked_step import STEPS, LostGroup, MaskedStep, StepAnswer
 from triplane.unified_ir.federated.core.rules import due_s
 from triplane.unified_ir.federated.core.run import (
     NEVER,
@@ -111,6 +115,26 @@ def test_a_round_without_losses_goes_through_all_steps_and_is_reduced():
     assert all(state.members[n].counted == 1 for n in names)
     state, _ = step(state, Reduced(at_s=3.0, number=1, shared="s1"))
     assert (state.spent, state.round.number, state.round.masked.step) == ((), 2, KEYS)
+
+
+def test_the_bounds_follow_what_is_reduced_and_stay_while_rounds_are_given_up():
+    state = begun(clip=4.0, rounds=6)
+    bounds = [(state.norm, state.buffer_clip)]
+    for number, (clip, buffer_clip) in enumerate(((2.5, 6.0), (1.5, 9.0)), 1):
+        state, _ = answered(through(state, DEVICES[:4], REVEALS), DEVICES[:4])
+        state, _ = step(state, exchanged(state))
+        state, _ = step(
+            state, Reduced(at_s=3.0, number=number, shared=f"s{number}", clip=clip,
+                           buffer_clip=buffer_clip),
+        )  # fmt: skip
+        bounds.append((state.norm, state.buffer_clip))
+    assert bounds == [(4.0, 0.0), (2.5, 6.0), (1.5, 9.0)]
+    assert [r.norm_bound for r in state.history if not r.evaluates] == [4.0, 2.5]
+    assert from_json(RunState, to_json(state)) == state
+    state, _ = answered(state, DEVICES[:4])
+    state, _ = step(state, exchanged(state, failure="no"))
+    assert state.history[-1].given_up
+    assert (state.norm, state.buffer_clip) == (1.5, 9.0)
 
 
 def test_the_cap_is_the_largest_offer_but_at_most_three_medians():
@@ -352,6 +376,52 @@ def test_refused_answers_leave_the_round_and_are_counted():
     assert exchanges(effects) == [[names[0], *names[2:]]]
 
 
+@pytest.mark.parametrize("what", STEPS[1:])
+def test_a_group_that_is_left_out_counts_for_nothing_and_stays_spent(what):
+    names = DEVICES[:4]
+    state = through(begun(), names, what)
+    state, _ = answered(state, names)
+    group = LostGroup(devices=(names[3], names[1]), reason="group 2 of 2: too few")
+    event = exchanged(state, left_out=(group,))
+    assert from_json(Exchanged, to_json(event)) == event
+    state, effects = step(state, event)
+    while state.phase is Phase.COLLECTING:
+        assert [x.device for x in state.round.leases if x.due] == [names[0], names[2]]
+        assert state.round.left_out == "group 2 of 2: too few"
+        state, _ = answered(state, [names[0], names[2]])
+        state, effects = step(state, exchanged(state))
+    ((order),) = reduces(effects)
+    assert [x.device for x in order.leases] == [names[0], names[2]]
+    assert (state.history[-1].counted, state.history[-1].lost) == (2, 2)
+    assert state.history[-1].left_out == "group 2 of 2: too few"
+    for name in names:
+        settled = state.members[name].settled
+        wanted = (True, "") if name in {names[0], names[2]} else (False, GROUP_LEFT_OUT)
+        assert (settled.counted, settled.reason) == wanted
+    # Before inputs were asked for, the devices of the group have masked nothing.
+    assert set(state.spent) == ({*names} if what.is_at_least(INPUTS) else {names[0], names[2]})
+    assert state.refusals == {}
+
+
+def test_a_group_with_a_device_that_was_lost_before_is_left_out_without_it():
+    names = DEVICES[:4]
+    state = through(begun(), names, INPUTS)
+    state, _ = answered(state, names[:3])
+    state, _ = step(state, Tick(at_s=31.0))
+    kept = state.members[names[3]]
+    group = LostGroup(devices=names[2:4], reason="r")
+    state, _ = step(state, exchanged(state, left_out=(group, group)))
+    assert state.members[names[3]] == kept
+    assert outcomes(state.round)[names[2]] is Outcome.LOST
+    assert state.round.left_out == "r; r"
+
+
+def test_without_groups_nothing_of_them_is_stored():
+    state = through(begun(), DEVICES[:4], INPUTS)
+    text = to_json(state)
+    assert "left_out" not in text + to_json(exchanged(answered(state, DEVICES[:4])[0]))
+
+
 @pytest.mark.parametrize("what", [INPUTS, REVEALS])
 def test_a_device_that_lied_rests_after_a_round_that_is_given_up(what):
     names = DEVICES[:4]
@@ -416,7 +486,7 @@ def events(draw):
         "exchange",
         "tick",
     ]
-    kinds += ["fail", "refuse", "decline", "restart", "stop", "resume", "reduce", "wait"]
+    kinds += ["fail", "refuse", "group", "decline", "restart", "stop", "resume", "reduce", "wait"]
     numbers = st.integers(0, len(DEVICES) - 1)
     return draw(st.lists(st.tuples(st.sampled_from(kinds), numbers), min_size=10, max_size=120))
 
@@ -427,9 +497,11 @@ def made(state, kind, device, now):
     masked = round_.masked if round_ is not None and state.phase is Phase.COLLECTING else None
     if kind == "answer" and lease is not None and masked is not None:
         return answer(state, device, at_s=now)
-    if kind in {"exchange", "fail", "refuse"} and masked is not None:
+    if kind in {"exchange", "fail", "refuse", "group"} and masked is not None:
         refused = {device: "r"} if kind == "refuse" else {}
-        return exchanged(state, now, refused=refused, failure="f" if kind == "fail" else "")
+        lost = (LostGroup(devices=(device, DEVICES[0]), reason="g"),) if kind == "group" else ()
+        failure = "f" if kind == "fail" else ""
+        return exchanged(state, now, refused=refused, left_out=lost, failure=failure)
     if kind == "decline" and lease is not None:
         return Declined(at_s=now, device=device, lease=lease.id, reason="no")
     simple = {
@@ -511,7 +583,8 @@ def test_a_run_in_the_clear_stores_no_field_of_masking():
     for name in DEVICES[:3]:
         state, _ = step(state, Joined(at_s=0.0, device=name, examples=10))
     stored = to_json(state)
-    for field in ("masked", "due", "taken", "answers", "spent", "least", "phase_s"):
+    of_masking = ("masked", "due", "taken", "answers", "spent", "least", "phase_s")
+    for field in (*of_masking, "buffer_clip", "norm_bound"):
         assert f'"{field}"' not in stored
     assert due_s(state) is not None
     assert MaskedStep("keys") is KEYS
