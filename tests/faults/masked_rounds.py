@@ -73,7 +73,7 @@ def check_journal(lab, run, devices):
         (k.task.round, k.task.masking.encoding.norm)
         for d in devices
         for k in d.kept
-        if k.task.run == run.id and k.told.HasField("masked")
+        if k.task.run == run.id and k.told.HasField("masked") and k.task.HasField("learn")
     }
     assert told == {*bounds.items()}
     taken = [(e.lease, e.answer.step, e.answer.blob) for e in events if isinstance(e, Masked)]
