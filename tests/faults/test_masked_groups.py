@@ -26,13 +26,45 @@ pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 @pytest.mark.parametrize("step", ["sign", "unmask"])
 def test_a_killed_cloud_reduces_the_same_groups_to_the_same_bits(tmp_path, step):
+    run, devices = run_of(tmp_path, (1, "learn", step))
+    check_rounds(run, devices)
+
+
+@pytest.mark.parametrize("step", ["keys", "share", "mask", "sign", "unmask"])
+def test_a_killed_cloud_goes_on_with_masked_scores_after_rounds_with_groups(tmp_path, step):
+    run, devices = run_of(tmp_path, (2, "evaluate", step), scores="masked")
+    check_rounds(run, devices)
+    last = run.rounds[-1]
+    assert last.evaluates
+    scores = [d.scored[2] for d in devices]
+    for shown, at in ((last.before, "before"), (last.after, "after")):
+        assert shown.masked
+        assert shown.mean == pytest.approx(np.mean([getattr(x, at) for x in scores]), abs=1e-6)
+    # A step may be answered again after the kill, but nobody masks two scores of a state.
+    inputs = {
+        device.name: {
+            sent.masked.SerializeToString(deterministic=True)
+            for task, sent in device.answers
+            if task.WhichOneof("work") == "evaluate" and sent.masked.HasField("input")
+        }
+        for device in devices
+    }
+    assert {name: len(x) for name, x in inputs.items()} == dict.fromkeys(NAMES, 1)
+
+
+def run_of(folder, at, **fields):
+    """(the ended run, its devices) with a kill at the first answer to (round, work, step)."""
     with Nursery() as nursery:
-        lab, tally = Lab(tmp_path, nursery), Tally()
+        lab, tally = Lab(folder, nursery), Tally()
         devices = asyncio.run(furnish(lab))
         with lab.started():
-            run = asyncio.run(killed_run(lab, devices, step, tally))
+            run = asyncio.run(killed_run(lab, devices, at, tally, fields))
     assert run.phase == pb.Run.DONE, run.reason
     assert tally.killed == 1
+    return run, devices
+
+
+def check_rounds(run, devices):
     assert [(r.number, r.counted, r.lost) for r in run.rounds] == [
         (1, 9, 3), (2, 9, 3), (2, 12, 0),
     ]  # fmt: skip
@@ -51,11 +83,11 @@ async def furnish(lab):
     return devices
 
 
-async def killed_run(lab, devices, step, tally):
+async def killed_run(lab, devices, at, tally, fields):
     reached = asyncio.Event()
 
-    def twist(_device, _task, at, sent):
-        if at == step:
+    def twist(_device, task, step, sent):
+        if (task.round, task.WhichOneof("work"), step) == at:
             reached.set()
         return sent
 
@@ -63,7 +95,7 @@ async def killed_run(lab, devices, step, tally):
     async with asyncio.timeout(DEADLINE_S), living(devices):
         request = masked_request(
             len(NAMES), model="tiny@1", rounds=2, phase_s=120.0, groups=4, aggregator="median",
-            cohort={"quorum": 0.75, "deadline_s": 600.0, "patience_s": 120.0},
+            cohort={"quorum": 0.75, "deadline_s": 600.0, "patience_s": 120.0}, **fields,
         )  # fmt: skip
         run_id = await lab.start(request)
         await reached.wait()
@@ -90,7 +122,8 @@ def check_round(devices, number):
             GivenAnswer(d.name, sent.masked, sent.masked.input.data)
             for d in devices
             for t, sent in d.answers
-            if t.round == number and d.name not in out and sent.masked.ListFields()
+            if t.round == number and t.WhichOneof("work") == "learn" and d.name not in out
+            and sent.masked.ListFields()
             and STEPS_OF[t.masking.WhichOneof("asks")] == at
         ]  # fmt: skip
         assert cohort.take(step, answers) == ({}, "")

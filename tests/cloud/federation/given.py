@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import secrets
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,9 @@ FEATURES, CLASSES = 6, 3
 POPULATION = "labs"
 MODELS = ("tiny", "own", "wide", "sine")
 """Models of tests whose plans the cloud's key may sign."""
+AT_WORK = ThreadPoolExecutor(64)
+"""Threads of devices. In those of the loop, devices that wait for a cloud of the same process could
+take all there are, which is six on two cores, and leave the cloud none to answer with."""
 
 
 def model_bytes(folder, seed=0, hidden=8, *, normalized=False):
@@ -73,6 +77,11 @@ def make_home(folder):
         folder / "keys",
     )
     return home
+
+
+async def apart(work, *arguments):
+    """What the work of a device returns, in a thread of devices."""
+    return await asyncio.get_running_loop().run_in_executor(AT_WORK, work, *arguments)
 
 
 async def registered(cloud, folder, seed=0):
@@ -203,7 +212,7 @@ class Device:
         """Once the cloud is there to fetch from and to send to, however often it dies."""
         while True:
             try:
-                return await asyncio.to_thread(self.learn, task)
+                return await apart(self.learn, task)
             except Unavailable:
                 await self.client.connected.wait()
 
