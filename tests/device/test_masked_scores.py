@@ -1,6 +1,7 @@
 """Real devices in runs whose scores are masked, off, or declined by owners."""
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -22,10 +23,12 @@ NAMES = ("ann", "bob", "cem")
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
-async def story(folder, request, owners=()):
+async def story(folder, request, owners=(), names=NAMES):
     """(the ended run, its record, events and last projection, the devices' own choices)."""
+    # Each device has a thread at work, and there may be more of them than a loop has by default.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(32))
     async with cloud_of(folder) as cloud:
-        clients = [await client_of(cloud, folder, n, i) for i, n in enumerate(NAMES)]
+        clients = [await client_of(cloud, folder, n, i) for i, n in enumerate(names)]
         for client, settings in zip(clients, owners, strict=False):
             client.settings = replace(client.settings, **settings)
         async with taking_part(*clients):
@@ -53,6 +56,22 @@ def test_the_mean_of_masked_scores_is_that_of_what_the_devices_measured(tmp_path
         projection, _ = follow(projection, event)
     assert projection == last == from_json(RunProjection, to_json(last))
     assert [e.score is not None for e in events if isinstance(e, Exchanged)] == [False] * 9 + [True]
+
+
+def test_all_devices_of_a_run_with_groups_score_as_one_cohort(tmp_path):
+    names = [f"dev{number}" for number in range(9)]
+    cohort = {"quorum": 1.0}
+    request = masked_request(
+        len(names), model="tiny@1", scores="", groups=3, aggregator="median", cohort=cohort
+    )
+    run, *_, choices = within(story(tmp_path, request, names=names))
+    assert (run.phase, run.reason, run.spec.scores) == (pb.Run.DONE, "", "masked")
+    assert [(r.evaluates, r.counted, r.left_out) for r in run.rounds] == [
+        (False, 9, ""), (False, 9, ""), (True, 9, ""),
+    ]  # fmt: skip
+    means = [np.mean([getattr(c, at) for c in choices]) for at in ("before", "after")]
+    shown = run.rounds[-1].before.mean, run.rounds[-1].after.mean
+    assert shown == pytest.approx(means, abs=1e-6)
 
 
 def test_an_owner_who_shares_no_scores_is_not_asked_and_the_others_score(tmp_path):
