@@ -316,6 +316,7 @@ def plan_of(spec: pb.Spec) -> RunPlan:
         least=fewest_devices(spec.masking),
         phase_s=spec.masking.phase_s or PHASE_S,
         scores=Scores(spec.scores or Scores.CLEAR),
+        groups=spec.masking.groups,
     )
 
 

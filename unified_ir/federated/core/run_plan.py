@@ -30,10 +30,11 @@ class RunPlan:
     that every device declines stops the run; it is off with an external strategy, because the apps
     of the devices' owners often cannot evaluate. returns: how often the run may return from a
     spoilt state to its last good one; see `spoilt`. least: fewest devices with which a masked round
-    goes on after its keys; 0 where updates are in the clear. phase_s: time for each step of a
-    masked round after that of keys, in which devices learn. budget: of a run with differential
-    privacy, before its first round; it allows all `rounds`. clip: the norm of changes in its first
-    round, where it follows the updates or there is a budget.
+    goes on after its keys; 0 where updates are in the clear. groups: of a masked round that learns,
+    and `least` is that of all together; 0 for one. Those who score are one group. phase_s: time for
+    each step of a masked round after that of keys, in which devices learn. budget: of a run with
+    differential privacy, before its first round; it allows all `rounds`. clip: the norm of changes
+    in its first round, where it follows the updates or there is a budget.
     """
 
     rounds: int
@@ -51,6 +52,7 @@ class RunPlan:
     least: int = field(default=0, metadata=ADDED)
     phase_s: float = field(default=PHASE_S, metadata=ADDED)
     scores: Scores = field(default=Scores.CLEAR, metadata=ADDED)
+    groups: int = field(default=0, metadata=ADDED)
 
     def __post_init__(self) -> None:
         if not 1 <= self.quorum <= self.devices <= self.asked or self.rounds < 1:
@@ -69,7 +71,7 @@ class RunPlan:
     def fewest(self, *, evaluates: bool) -> int:
         """Return the fewest devices with which a round begins."""
         if evaluates:
-            return self.least if self.scores is Scores.MASKED else 1
+            return self.least // (self.groups or 1) if self.scores is Scores.MASKED else 1
         return max(self.quorum, self.least)
 
     def masks(self, *, evaluates: bool) -> bool:

@@ -108,6 +108,14 @@ def test_fewer_than_the_quorum_may_score_if_they_are_the_least_cohort():
     assert state.history[-1].counted == 3
 
 
+def test_those_who_score_are_one_cohort_so_the_least_of_one_group_is_enough():
+    # Two groups of two, whatever masking says of groups that small.
+    state, _ = scoring(held_out=(5, 5, 0, 0), least=4, groups=2)
+    assert len(state.round.leases) == 2
+    state, _ = through(state, NAMES[:2])
+    assert state.history[-1].counted == 2
+
+
 def test_an_evaluation_that_fails_says_why_and_is_not_repeated():
     state, _ = scoring()
     state = answered(state, NAMES[:2])
