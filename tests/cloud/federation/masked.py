@@ -1,6 +1,5 @@
 """Devices that take part in masked rounds over the real protocol, and the runs for them."""
 
-import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
