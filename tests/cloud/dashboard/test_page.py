@@ -102,6 +102,23 @@ def large_run() -> Run:
     return run
 
 
+def test_of_masked_scores_the_page_shows_the_means_only(page, fleet):
+    run = large_run()
+    for judged in run.rounds:
+        if judged.evaluates:
+            judged.before.masked = judged.after.masked = True
+    for number in range(3):
+        run.members.add(device=f"phone-{number}", connected=True, counted=50)
+    fleet.held_runs = [run]
+    shown = "after round 50: mean 50.0%, masked; adapted: mean 75.0%, masked"
+    until(page, f"return document.querySelector('#runs').innerText.includes('{shown}')")
+    run_ = text(page, "#runs")
+    assert "worst" not in run_
+    assert "lowest" not in run_
+    assert "held-out accuracy, mean" in run_
+    assert not page.find_elements("css selector", "#runs circle.before, #runs circle.after")
+
+
 def test_the_bar_of_a_run_is_as_full_as_the_run_is_far(page, fleet):
     fleet.held_runs = [large_run()]
     until(page, "return document.querySelector('#runs .bar.dense') !== null")
