@@ -16,6 +16,7 @@ from triplane.device.masked_rounds import MAX_OPEN
 from triplane.device.memory import Memory
 from triplane.device.task_runner import InProcessExecutor
 from triplane.proto import federation_pb2 as pb
+from triplane.unified_ir.federated.core.metric import ACCURACY
 from triplane.unified_ir.federated.masking import wire
 from triplane.unified_ir.federated.masking.messages import MaskingCohort
 
@@ -126,6 +127,53 @@ def test_a_restarted_device_leaves_the_round_and_never_repeats_one(tmp_path, upt
             again.declined
         )
     assert other.WhichOneof("outcome") == "masked", other.declined
+
+
+class ScorePlay(Play):
+    """A device at work in a masked evaluation of the same state."""
+
+    def new_round(self, **changes):
+        return super().new_round(metric=ACCURACY, **changes)
+
+    def task(self, step, number, **changes):
+        return super().task(step, number, evaluate=pb.Evaluate(steps=1), **changes)
+
+
+@pytest.mark.long
+def test_a_device_masks_one_score_beside_one_update_of_a_state(tmp_path):
+    async def story():
+        async with staged(tmp_path / "stage") as stage:
+            made = ScorePlay(stage)
+            async with serving(settings(stage, tmp_path / "ann")):
+                await stage.offer()
+                step = await made.reach("unmask")
+                ((before, after),), weight = made.round.mean(
+                    made.round.sum(await made.answered(step))
+                )
+                # A cohort with one device fewer, whose sum would tell the score of that device.
+                made.round = made.new_round(attempt=1, simulated=2)
+                again = await made.asked(made.round.step(), 2)
+                other_seed = await made.asked(made.round.step(), 3, seed=8)
+                updates = Play(stage)
+                updates.files = made.files
+                learns = await updates.asked(updates.round.step(), 4)
+                # Terms of updates for a task to score, and the other way round.
+                mixed = (
+                    await made.asked(updates.new_round(attempt=2).step(), 5),
+                    await updates.asked(made.new_round(attempt=2).step(), 6),
+                )
+                return before, after, weight, (again, other_seed), learns, mixed
+
+    before, after, weight, repeated, learns, mixed = within(story())
+    assert weight == 6 + 3
+    # The simulated devices score 0; six samples of this one have whole hits.
+    for mean in (before, after):
+        assert mean * weight == pytest.approx(round(mean * weight), abs=1e-5)
+    for refused in repeated:
+        assert "contributes once for each run and base state" in refused.declined
+    assert learns.WhichOneof("outcome") == "masked", learns.declined
+    for refused in mixed:
+        assert refused.WhichOneof("outcome") == "declined"
 
 
 def test_a_new_certificate_waits_until_no_masked_round_is_open(tmp_path, monkeypatch):

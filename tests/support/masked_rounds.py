@@ -17,6 +17,7 @@ from triplane.unified_ir.federated.masking import (
     MaskingDevice,
     wire,
 )
+from triplane.unified_ir.federated.masking.scores import ScoreEncoding, score_base
 
 ENCODING = {"norm": 2.0, "buffer_norm": 1.0, "bits": 8, "cap": 32, "seed": 5}
 
@@ -32,13 +33,22 @@ class ListedKeys:
 
 
 class MaskedRound:
-    """One round over a state. parameters, buffers: entries of an update. simulated: devices."""
+    """One round over a state. parameters, buffers: entries of an update. simulated: devices.
+
+    metric: of the scores that it masks; None for updates.
+    """
 
     def __init__(
-        self, run, round_, state, *, parameters, buffers, simulated=0, encoding=(), **changes
-    ):
+        self, run, round_, state, *, parameters, buffers, simulated=0, encoding=(), metric=None,
+        **changes,
+    ):  # fmt: skip
+        self.metric = metric
         self.encoding = pb.MaskingEncoding(**{**ENCODING, **dict(encoding)})
-        self.codec = wire.encoding_of(self.encoding, parameters, buffers)
+        if metric is None:
+            self.codec = wire.encoding_of(self.encoding, parameters, buffers)
+        else:
+            self.encoding = pb.MaskingEncoding(cap=self.encoding.cap)
+            self.codec, state = ScoreEncoding(metric, self.encoding.cap), score_base(state)
         digest = wire.encoding_digest(self.encoding)
         message = pb.MaskingTerms(
             **{
@@ -72,6 +82,8 @@ class MaskedRound:
         )
 
     def zeros(self):
+        if self.metric is not None:
+            return self.codec.encode((0.0, 0.0), 1)
         update = [np.zeros(size, np.float32) for size in self.sizes if size]
         return self.codec.encode(update, 1, [True] * len(update))
 
