@@ -105,6 +105,18 @@ def test_with_noise_of_devices_nobody_scores_and_the_first_line_says_so(tmp_path
     assert "devices do not score" in headline(run)
 
 
+def test_with_noise_of_devices_scores_that_are_asked_for_are_masked_means(tmp_path):
+    noise = pb.Noise(clip=0.5, multiplier=5.0, epsilon=50.0, placement="distributed")
+    request = masked_request(model="tiny@1", scores="", rounds=2, noise=noise, evaluate_every=1)
+    run, *_ = within(story(tmp_path, request))
+    assert (run.phase, run.spec.scores) == (pb.Run.DONE, "masked"), run.reason
+    assert [(r.number, r.evaluates, r.counted) for r in run.rounds] == [
+        (1, False, 3), (1, True, 3), (2, False, 3), (2, True, 3),
+    ]  # fmt: skip
+    assert all(r.after.masked for r in run.rounds if r.evaluates)
+    assert "epsilon does not cover scores" in headline(run)
+
+
 def test_an_update_with_noise_tells_neither_loss_nor_times(tmp_path):
     request = start_request(
         model="tiny@1", cohort={"devices": 3, "quorum": 1.0}, rounds=1,

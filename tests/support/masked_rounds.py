@@ -5,6 +5,7 @@ change any message on its way.
 """
 
 import hashlib
+from typing import Any
 
 import numpy as np
 from tests.federated.masking.rounds import MemoryStore, identity_key, public_der
@@ -45,7 +46,7 @@ class MaskedRound:
         self.metric = metric
         self.encoding = pb.MaskingEncoding(**{**ENCODING, **dict(encoding)})
         if metric is None:
-            self.codec = wire.encoding_of(self.encoding, parameters, buffers)
+            self.codec: Any = wire.encoding_of(self.encoding, parameters, buffers)
         else:
             self.encoding = pb.MaskingEncoding(cap=self.encoding.cap)
             self.codec, state = ScoreEncoding(metric, self.encoding.cap), score_base(state)
