@@ -46,6 +46,13 @@ class RoundEncoding:
         return 0.0 if self.bit_noise is None else float(self.bit_noise.variance**0.5)
 
     @property
+    def digest(self) -> bytes:
+        """What the terms of the round name it by."""
+        variances = (0 if x is None else x.variance for x in (self.noise, self.bit_noise))
+        variance, bit_variance = variances
+        return wire.encoding_digest(self.message, variance=variance, bit_variance=bit_variance)
+
+    @property
     def norms(self) -> tuple[float, ...]:
         """The largest norm of each section; a model that learns has parameters."""
         both = self.message.norm, self.message.buffer_norm
