@@ -167,7 +167,8 @@ class _Agreed:
     @classmethod
     def of(cls, task: Task, base: bytes) -> _Agreed:
         step, work = task.document.masking, task.work
-        digest = wire.encoding_digest(step.encoding, **_variances(task.noise))
+        sampling = task.document.sampling
+        digest = wire.encoding_digest(step.encoding, sampling, **_variances(task.noise))
         terms = wire.terms_of(
             step.terms, run=work.run, round_=work.round, base=base, encoding=digest
         )

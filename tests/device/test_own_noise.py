@@ -69,12 +69,12 @@ def test_without_a_charge_nothing_is_added():
 NOISED = NoiseTask(clip=CLIP, event=NoiseEvent(5.0, 1, CONCENTRATED), variance=900)
 
 
-def agreed(noise):
+def agreed(noise, **sampling):
     asked = MaskedRound("0" * 16, 1, bytes(32), parameters=500, buffers=0, encoding={"cap": 1})
     task = Task(
         kind="learn", lease="00" * 16, plan=Blob(bytes(32), 1), state=Blob(bytes(32), 1),
         work=plans.WORK, until_s=0.0, noise=noise, step="keys",
-        document=pb.Task(masking=asked.step()),
+        document=pb.Task(masking=asked.step(), sampling=pb.Sampling(**sampling)),
     )  # fmt: skip
     return _Agreed.of(task, bytes(32))
 
@@ -89,13 +89,12 @@ def test_noise_that_changes_between_two_steps_is_another_round():
         assert agreed(NOISED) != agreed(other)
 
 
-def test_all_devices_of_a_round_sign_that_they_add_the_same_noise():
+def test_all_devices_of_a_round_sign_that_they_learn_alike_and_add_the_same_noise():
     """Otherwise a cloud tells those on whose noise a device relies to add less of it."""
-
-    def terms(**changes):
-        return agreed(replace(NOISED, **changes)).terms.encode()
-
-    assert len({terms(), terms(variance=899), terms(bit_variance=5)}) == 3
+    others = ({"variance": 899}, {"bit_variance": 5})
+    made = [agreed(NOISED), *(agreed(replace(NOISED, **changes)) for changes in others)]
+    made += [agreed(NOISED, **{name: 1}) for name in ("steps", "batch_size", "support", "query")]
+    assert len({x.terms.encode() for x in made}) == 7
 
 
 TERMS = {"clip": CLIP, "multiplier": 5.0, "separation": 1, "delta": 1e-5, "own_std": 400.0}

@@ -175,7 +175,9 @@ class MaskedDevice(Device):
         flat = [np.concatenate([x.reshape(-1) for x in kind.values()]) for kind in kinds]
         terms = wire.terms_of(
             task.masking.terms, run=task.run, round_=task.round, base=task.state.sha256,
-            encoding=wire.encoding_digest(asked, variance=variance, bit_variance=bit_variance),
+            encoding=wire.encoding_digest(
+                asked, task.sampling, variance=variance, bit_variance=bit_variance
+            ),
         )  # fmt: skip
         assert terms.fields == encoding.fields
         known: dict = {}

@@ -154,14 +154,14 @@ def test_the_terms_of_a_round_name_its_encoding_and_its_noise():
     )  # fmt: skip
     assert plain.encode() == before
     digests = {
-        wire.encoding_digest(encoding_message(**changes))
+        wire.encoding_digest(encoding_message(**changes), pb.Sampling())
         for changes in (
             {}, {"norm": 0.6}, {"buffer_norm": 0.5}, {"bit_share": 1.0}, {"cap": 9}, {"seed": 4},
             {"bits": 9}, {"bit_share": 0.0},
         )
     } | {
-        wire.encoding_digest(encoding_message(), variance=900),
-        wire.encoding_digest(encoding_message(), variance=900, bit_variance=4),
+        wire.encoding_digest(encoding_message(), pb.Sampling(), variance=900),
+        wire.encoding_digest(encoding_message(), pb.Sampling(), variance=900, bit_variance=4),
     }  # fmt: skip
     assert len(digests) == 10
     terms = [wire.terms_of(message, **options, encoding=d).encode() for d in sorted(digests)]

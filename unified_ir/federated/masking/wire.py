@@ -83,12 +83,20 @@ def terms_of(
 
 
 def encoding_digest(
-    message: pb.MaskingEncoding, *, variance: int = 0, bit_variance: int = 0
+    message: pb.MaskingEncoding,
+    sampling: pb.Sampling,
+    *,
+    variance: int = 0,
+    bit_variance: int = 0,
 ) -> bytes:
-    """Return what the terms of a round name its encoding by; see `encoding_of`."""
+    """Return what the terms of a round name its encoding by, and how its devices learn.
+
+    variance, bit_variance: see `encoding_of`.
+    """
     numbers = (message.norm, message.buffer_norm, message.bit_share)
     whole = (message.bits, message.cap, message.seed, variance, bit_variance)
-    return hashlib.sha256(struct.pack(">3d5Q", *numbers, *whole)).digest()
+    sizes = (sampling.steps, sampling.batch_size, sampling.support, sampling.query)
+    return hashlib.sha256(struct.pack(">3d9Q", *numbers, *whole, *sizes)).digest()
 
 
 def encoding_of(
