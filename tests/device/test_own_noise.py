@@ -91,8 +91,8 @@ def test_noise_that_changes_between_two_steps_is_another_round():
 
 def test_all_devices_of_a_round_sign_that_they_learn_alike_and_add_the_same_noise():
     """Otherwise a cloud tells those on whose noise a device relies to add less of it."""
-    others = ({"variance": 899}, {"bit_variance": 5})
-    made = [agreed(NOISED), *(agreed(replace(NOISED, **changes)) for changes in others)]
+    others = NOISED, replace(NOISED, variance=899), replace(NOISED, bit_variance=5)
+    made = [agreed(noise) for noise in others]
     made += [agreed(NOISED, **{name: 1}) for name in ("steps", "batch_size", "support", "query")]
     assert len({x.terms.encode() for x in made}) == 7
 
