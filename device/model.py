@@ -13,6 +13,7 @@ a kill the model may be older by that time.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -38,6 +39,8 @@ from triplane.unified_ir.federated.core.metric import ACCURACY, Metric, metric_n
 from triplane.unified_ir.files import container
 from triplane.unified_ir.files.container import Container
 from triplane.unified_ir.runtime.plan import STATE, Plan
+
+logger = logging.getLogger(__name__)
 
 KIND: Final = "checkpoint"
 SHARED: Final = "shared"
@@ -248,9 +251,12 @@ class DeviceModel:
             return score_there is not None and metric.gain(score_there, new.score) > 0
         # One plan in memory is enough: the states take turns in it.
         challenger = plan.state()
-        plan.load_state(self._path)
-        if metric.gain(_score_of(watched, shard, metric), new.score) > 0:
-            return True
+        try:
+            plan.load_state(self._path)
+            if metric.gain(_score_of(watched, shard, metric), new.score) > 0:
+                return True
+        except (Corrupt, NotFound) as error:
+            logger.warning("model replaced", extra={"file": self._path.name, "reason": str(error)})
         plan.assign(challenger)
         return False
 

@@ -183,9 +183,13 @@ class MaskedCohorts:
         turn = turn_of(state.round)
         assert turn is not None
         known = self._open.get(record.id)
-        if known is None or known.turn != turn:
-            known = self._open[record.id] = _OpenCohort(turn, self._terms(record, state))
-        return known
+        if known is not None and known.turn == turn:
+            return known
+        begun = _OpenCohort(turn, self._terms(record, state))
+        # A thread may outlive its round, and must not take the newer one's cohort from its devices.
+        if known is None or known.turn < turn:
+            self._open[record.id] = begun
+        return begun
 
     def _exchange(
         self, record: RunRecord, state: RunState, order: Exchange
@@ -245,7 +249,7 @@ class MaskedCohorts:
             lost_share=masking.lost_share,
             colluding_share=masking.colluding_share,
             failure=masking.failure,
-            encoding=wire.encoding_digest(encoding.message),
+            encoding=encoding.digest(record.spec.sampling),
         )
         message = pb.MaskingStep(terms=wire.terms_message(terms), encoding=encoding.message)
         return RoundTerms(terms, encoding, encoding.norms, message)

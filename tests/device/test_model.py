@@ -91,6 +91,19 @@ def test_a_damaged_or_absent_model_is_none(tmp_path):
     assert not (tmp_path / "model").exists()
 
 
+def test_a_model_with_damaged_tensors_is_replaced_by_the_next_state(tmp_path):
+    """Its facts are read without the tensors, so only the comparison with it meets the damage."""
+    plan = plans.plan(tmp_path)
+    judged(tmp_path, plan, helpful(), w=np.zeros((2, 1), np.float32), steps=60)
+    data = bytearray((tmp_path / "model").read_bytes())
+    at = data.find(used(tmp_path, plan).tobytes())
+    data[at] ^= 1
+    (tmp_path / "model").write_bytes(data)
+    found, choice = judged(tmp_path, plan, helpful(), w=np.full((2, 1), 50, np.float32), steps=1)
+    assert choice.before == found.before < 1.0
+    assert used(tmp_path, plan).min() > 10
+
+
 def test_the_facts_of_a_model_come_back_exactly(tmp_path):
     plan = plans.plan(tmp_path)
     choice = ModelChoice(

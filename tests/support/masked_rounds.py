@@ -21,6 +21,7 @@ from triplane.unified_ir.federated.masking import (
 from triplane.unified_ir.federated.masking.scores import ScoreEncoding, score_base
 
 ENCODING = {"norm": 2.0, "buffer_norm": 1.0, "bits": 8, "cap": 32, "seed": 5}
+SAMPLING = pb.Sampling(steps=3, batch_size=4, support=4, query=3)
 
 
 class ListedKeys:
@@ -50,7 +51,7 @@ class MaskedRound:
         else:
             self.encoding = pb.MaskingEncoding(cap=self.encoding.cap)
             self.codec, state = ScoreEncoding(metric, self.encoding.cap), score_base(state)
-        digest = wire.encoding_digest(self.encoding)
+        digest = wire.encoding_digest(self.encoding, SAMPLING)
         message = pb.MaskingTerms(
             **{
                 "attempt": 0, "least": 3, "lost_share": 0.3, "colluding_share": 0.0,
