@@ -171,7 +171,9 @@ class _Agreed:
         step, work = task.document.masking, task.work
         base = score_base(state) if task.kind == "evaluate" else state
         sampling = task.document.sampling
-        digest = wire.encoding_digest(step.encoding, sampling, **_variances(task.noise))
+        digest = wire.encoding_digest(
+            step.encoding, sampling, adaptation=task.steps, **_variances(task.noise)
+        )
         terms = wire.terms_of(
             step.terms, run=work.run, round_=work.round, base=base, encoding=digest
         )

@@ -249,7 +249,7 @@ class MaskedCohorts:
             lost_share=masking.lost_share,
             colluding_share=masking.colluding_share,
             failure=masking.failure,
-            encoding=encoding.digest(record.spec.sampling),
+            encoding=encoding.digest(record.spec),
         )
         message = pb.MaskingStep(terms=wire.terms_message(terms), encoding=encoding.message)
         return RoundTerms(terms, encoding, encoding.norms, message)

@@ -16,6 +16,7 @@ from triplane.device.masked_rounds import MAX_OPEN
 from triplane.device.memory import Memory
 from triplane.device.task_runner import InProcessExecutor
 from triplane.proto import federation_pb2 as pb
+from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.metric import ACCURACY
 from triplane.unified_ir.federated.masking import wire
 from triplane.unified_ir.federated.masking.messages import MaskingCohort
@@ -132,7 +133,23 @@ class ScorePlay(Play):
         return super().new_round(metric=ACCURACY, **changes)
 
     def task(self, step, number, **changes):
-        return super().task(step, number, evaluate=pb.Evaluate(steps=1), **changes)
+        return super().task(step, number, **{"evaluate": pb.Evaluate(steps=1), **changes})
+
+
+@pytest.mark.long
+def test_a_device_that_is_told_other_steps_of_adaptation_has_no_cohort(tmp_path):
+    """Else the means before and after would differ by what it gained alone."""
+
+    async def story():
+        async with staged(tmp_path / "stage") as stage:
+            made = ScorePlay(stage)
+            async with serving(settings(stage, tmp_path / "ann")):
+                await stage.offer()
+                other = {"evaluate": pb.Evaluate(steps=2)}
+                with pytest.raises(InvalidInput, match="the same norm, noise and steps"):
+                    made.round.share(await made.answered(made.round.step(), **other))
+
+    within(story())
 
 
 @pytest.mark.long

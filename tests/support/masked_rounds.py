@@ -37,7 +37,7 @@ class ListedKeys:
 class MaskedRound:
     """One round over a state. parameters, buffers: entries of an update. simulated: devices.
 
-    metric: of the scores that it masks; None for updates.
+    metric: of the scores that it masks, with a step of adaptation; None for updates.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class MaskedRound:
         else:
             self.encoding = pb.MaskingEncoding(cap=self.encoding.cap)
             self.codec, state = ScoreEncoding(metric, self.encoding.cap), score_base(state)
-        digest = wire.encoding_digest(self.encoding, SAMPLING)
+        digest = wire.encoding_digest(self.encoding, SAMPLING, adaptation=int(metric is not None))
         message = pb.MaskingTerms(
             **{
                 "attempt": 0, "least": 3, "lost_share": 0.3, "colluding_share": 0.0,

@@ -209,7 +209,8 @@ class MaskedDevice(Device):
         terms = wire.terms_of(
             task.masking.terms, run=task.run, round_=task.round, base=base,
             encoding=wire.encoding_digest(
-                task.masking.encoding, task.sampling, variance=variance, bit_variance=bit_variance
+                task.masking.encoding, task.sampling, variance=variance,
+                bit_variance=bit_variance, adaptation=task.evaluate.steps,
             ),
         )  # fmt: skip
         assert terms.fields == encoding.fields

@@ -88,15 +88,17 @@ def encoding_digest(
     *,
     variance: int = 0,
     bit_variance: int = 0,
+    adaptation: int = 0,
 ) -> bytes:
     """Return what the terms of a round name its encoding by, and how its devices learn.
 
-    variance, bit_variance: see `encoding_of`.
+    variance, bit_variance: see `encoding_of`. adaptation: steps of devices that score. Where only
+    one of them took any, the two masked means would differ by what that one gained.
     """
     numbers = (message.norm, message.buffer_norm, message.bit_share)
     whole = (message.bits, message.cap, message.seed, variance, bit_variance)
-    sizes = (sampling.steps, sampling.batch_size, sampling.support, sampling.query)
-    return hashlib.sha256(struct.pack(">3d9Q", *numbers, *whole, *sizes)).digest()
+    sizes = (sampling.steps, sampling.batch_size, sampling.support, sampling.query, adaptation)
+    return hashlib.sha256(struct.pack(">3d10Q", *numbers, *whole, *sizes)).digest()
 
 
 def encoding_of(
