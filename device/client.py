@@ -201,7 +201,7 @@ class FederatedClient:
         return pb.Offer(
             population=self.settings.population,
             examples=self.examples,
-            held_out=self.held_out_samples,
+            held_out=self.settings.scoring_samples(self.held_out_samples),
             software=SOFTWARE,
             app=self._app is not None,
         )

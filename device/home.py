@@ -60,14 +60,15 @@ class DeviceSettings:
     max_disk_bytes: limit for all plans and states; max_blob_bytes: limit for each of them.
     max_memory_bytes, max_cpu_s: limits of one task beyond what the process takes without it, 0 for
     none; they apply if tasks run in a child process. max_cpu_s limits the sum over all threads.
-    least_devices, least_batch, least_steps: smallest rounds that the device takes part in, beyond
-    what a plan's signature demands. algorithms: the only ones that it runs, if there are any.
+    least_devices, least_batch, least_steps, least_held_out: smallest rounds that the device takes
+    part in, and fewest samples of a score, beyond what a plan's signature demands. scores: whether
+    it scores at all. algorithms: the only ones that it runs, if there are any.
     plans_by_people: run no plan that only the cloud's key has signed, within the policy.
     privacy_epsilon, privacy_delta: what updates to all runs together may spend, 0 for no limit;
     with a limit, the device learns only in runs with differential privacy.
     roster_required: take part only while a signed roster of devices lists this device.
-    masked_only: send no update in the clear. least_colluding_share, most_failure: the weakest
-    masking that the device takes part in, see `LeastMasking`.
+    masked_only: send no update and no score in the clear. least_colluding_share, most_failure: the
+    weakest masking that the device takes part in, see `LeastMasking`.
     """
 
     population: str = "default"
@@ -83,12 +84,14 @@ class DeviceSettings:
     least_devices: int = 1
     least_batch: int = 1
     least_steps: int = 1
+    least_held_out: int = 2
     algorithms: tuple[str, ...] = ()
     plans_by_people: bool = False
     privacy_epsilon: float = 0.0
     privacy_delta: float = DELTA
     roster_required: bool = False
     masked_only: bool = False
+    scores: bool = True
     least_colluding_share: float = 0.0
     most_failure: float = 1e-6
 
@@ -125,7 +128,12 @@ class DeviceSettings:
     @property
     def least(self) -> Least:
         """The smallest round that the device takes part in."""
-        return Least(self.least_devices, self.least_batch, self.least_steps)
+        sizes = self.least_devices, self.least_batch, self.least_steps, self.least_held_out
+        return Least(*sizes)
+
+    def scoring_samples(self, held_out: int) -> int:
+        """Return the number of held-out samples to offer: 0 if the owner's rules let none score."""
+        return held_out if self.scores and held_out >= self.least_held_out else 0
 
     @property
     def least_masking(self) -> LeastMasking:

@@ -31,6 +31,7 @@ from triplane.proto.roster import Roster
 from triplane.proto.transfer import upload
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.learn import BUFFER, PARAMETER, shared
+from triplane.unified_ir.federated.core.metric import Metric
 from triplane.unified_ir.federated.masking import (
     EcdsaSigner,
     EcdsaVerifier,
@@ -52,6 +53,7 @@ from triplane.unified_ir.federated.masking.noise import (
     rounded,
     with_noise,
 )
+from triplane.unified_ir.federated.masking.scores import ScoreEncoding, score_base
 from triplane.unified_ir.federated.privacy.clipping import check_norm, clip, l2_norm
 from triplane.unified_ir.federated.privacy.distributed import DistributedNoise
 
@@ -90,12 +92,12 @@ class CohortVerifier:
 class MaskedRound:
     """One round. names: the tensors of each section of an update, in the order of their entries.
 
-    vectors: the update as integers, with noise from the step `mask` on. noise: what this device
-    adds to them, or None. identity_key: the public key of this device, in DER.
+    vectors: the update, or the scores, as integers, with noise from the step `mask` on. noise: what
+    this device adds to them, or None. identity_key: the public key of this device, in DER.
     """
 
     agreed: _Agreed
-    encoding: UpdateEncoding
+    encoding: UpdateEncoding | ScoreEncoding
     names: tuple[tuple[str, ...], ...]
     norms: tuple[float, ...]
     device: MaskingDevice
@@ -165,8 +167,9 @@ class _Agreed:
     noise: NoiseTask | None
 
     @classmethod
-    def of(cls, task: Task, base: bytes) -> _Agreed:
+    def of(cls, task: Task, state: bytes) -> _Agreed:
         step, work = task.document.masking, task.work
+        base = score_base(state) if task.kind == "evaluate" else state
         digest = wire.encoding_digest(step.encoding)
         terms = wire.terms_of(
             step.terms, run=work.run, round_=work.round, base=base, encoding=digest
@@ -191,21 +194,38 @@ class MaskedRounds:
         self._open: dict[str, MaskedRound] = {}
         self._refused: dict[str, str] = {}
 
-    def begin(self, task: Task, base: bytes, like: Mapping[str, Array], roles: Any) -> MaskedRound:
+    def begin(self, task: Task, state: bytes, like: Mapping[str, Array], roles: Any) -> MaskedRound:
         """Check the terms of a round, and return it with new secrets, before anything is learned.
 
-        base: SHA-256 of the state that the device has verified for this task. like, roles: the
-        shared state. Conflict: the device has contributed for this run and base. InvalidInput:
+        state: SHA-256 of the state that the device has verified for this task. like, roles: the
+        shared state. Conflict: the device has contributed for this run and state. InvalidInput:
         terms or encoding do not follow from the task.
         """
         self._check_open(task)
+        agreed = _Agreed.of(task, state)
+        names, norms, encoding = _encoding_of(task, agreed.terms.least, like, roles)
+        return self._begun(task, agreed, encoding, names, norms, self._own_noise(task, encoding))
+
+    def begin_scores(self, task: Task, state: bytes, metric: Metric) -> MaskedRound:
+        """Check the terms of an evaluating round as `begin` does: one score for each state."""
+        self._check_open(task)
+        encoding = ScoreEncoding(metric, task.document.masking.encoding.cap)
+        return self._begun(task, _Agreed.of(task, state), encoding)
+
+    def _begun(
+        self,
+        task: Task,
+        agreed: _Agreed,
+        encoding: UpdateEncoding | ScoreEncoding,
+        names: tuple[tuple[str, ...], ...] = (),
+        norms: tuple[float, ...] = (),
+        noise: OwnNoise | None = None,
+    ) -> MaskedRound:
         if task.lease in self._open or len(self._open) >= MAX_OPEN:
             raise Conflict(
                 f"a device begins each lease once and takes part in at most {MAX_OPEN} masked "
                 f"rounds at a time, it is in {len(self._open)}"
             )
-        agreed = _Agreed.of(task, base)
-        names, norms, encoding = _encoding_of(task, agreed.terms.least, like, roles)
         _check_fields(agreed.terms.fields, encoding.fields)
         signer = EcdsaSigner.from_pem(self._home.identity.key_pem)
         verifier = CohortVerifier(self._roster)
@@ -223,7 +243,7 @@ class MaskedRounds:
             ),
             verifier=verifier,
             identity_key=signer.public_der,
-            noise=self._own_noise(task, encoding),
+            noise=noise,
         )
 
     def _own_noise(self, task: Task, encoding: UpdateEncoding) -> OwnNoise | None:
@@ -237,6 +257,7 @@ class MaskedRounds:
         self, task: Task, masked: MaskedRound, change: MutableMapping[str, Array], examples: int
     ) -> pb.Contribution:
         """Clip and encode an update, which empties `change`, and send the keys of the round."""
+        assert isinstance(masked.encoding, UpdateEncoding)
         share, sections, is_short = masked.agreed.bit_share, [], []
         for names, norm in zip(masked.names, masked.norms, strict=True):
             flat, length = _clipped(change, names, norm)
@@ -246,6 +267,18 @@ class MaskedRounds:
             vectors = masked.encoding.encode(sections, examples, is_short)
         else:
             vectors = masked.noise.rounded(masked.encoding, sections, is_short)
+        return self._advertised(task, masked, vectors)
+
+    def advertise_scores(
+        self, task: Task, masked: MaskedRound, scores: tuple[float, float], samples: int
+    ) -> pb.Contribution:
+        """Encode the scores before and after adaptation, and send the keys of the round."""
+        assert isinstance(masked.encoding, ScoreEncoding)
+        return self._advertised(task, masked, masked.encoding.encode(scores, samples))
+
+    def _advertised(
+        self, task: Task, masked: MaskedRound, vectors: Sequence[Vector]
+    ) -> pb.Contribution:
         masked.vectors.extend(_smallest(vectors))
         self._open[task.lease] = masked
         keys = wire.advertisement_message(masked.device.advertise(), masked.identity_key)

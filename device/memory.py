@@ -218,6 +218,8 @@ class Memory:
     def _listed(self) -> set[Path]:
         if self._files is None:
             self._files = set(self._pending.glob("*.update"))
+            if self._files:  # a killed process may not have synced its last renames
+                OS_DISK.sync_folder(self._pending)
         return self._files
 
     def inline_of(self, pending: PendingUpdate, most: int) -> bytes | None:
@@ -262,8 +264,10 @@ class Memory:
         held = self._held.pop(pending.path, None)
         implied = self._read(pending.path) if counted and held is None else None
         path = self._personal / f"{pending.path.stem}.state"
-        # It is there already if a crash cut this short.
-        if implied is not None and _lease_of(path) != pending.facts.lease:
+        if implied is not None and _lease_of(path) == pending.facts.lease:
+            # A crash cut this short; its rename may be seen and not be on the disk yet.
+            OS_DISK.sync_folder(path.parent)
+        elif implied is not None:
             if path.exists():  # a copy, so that there is a state at every instant
                 with path.open("rb") as now, atomic_file(path.with_suffix(BEFORE)) as before:
                     shutil.copyfileobj(now, before)

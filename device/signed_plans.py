@@ -108,8 +108,6 @@ class SignedPlans:
                 f"the plan shares tensors that were not signed as leaving a device: "
                 f"{', '.join(odd[:4])}"
             )
-        if task.kind != "learn":
-            return  # a score leaves the device, and no tensor
         self._check_masking(statement, task)
         self._check_size(statement, _size_of(plan, task, shard))
 
@@ -119,11 +117,11 @@ class SignedPlans:
         The app decides about batches, steps and what it sends.
         """
         self._check_masking(statement, task)
-        size = Least(devices=max(1, task.cohort), batch=MAX_LEAST, steps=MAX_LEAST)
+        size = Least(max(1, task.cohort), batch=MAX_LEAST, steps=MAX_LEAST, held_out=MAX_LEAST)
         self._check_size(statement, size)
 
     def _check_masking(self, statement: PlanStatement, task: Task) -> None:
-        """Raise Conflict if an update would be hidden less than the signature or owner demands."""
+        """Raise Conflict if the result would be hidden less than the signature or owner demands."""
         owner = self._settings.least_masking
         signed = statement.masking
         demanded = owner if signed is None else owner.stricter(signed)
@@ -131,7 +129,8 @@ class SignedPlans:
             return
         # Only people can withdraw a roster that is known, so it is looked at once in a round.
         has_roster = demanded.roster and self._roster() is not None
-        lacking = demanded.lacking(_masking_of(task, roster=has_roster))
+        what = "scores" if task.kind == "evaluate" else "updates"
+        lacking = demanded.lacking(_masking_of(task, roster=has_roster), what)
         if lacking:
             raise Conflict(
                 f"the plan's signature and the settings in device.json (masked_only, "
@@ -149,14 +148,18 @@ class SignedPlans:
 
 
 def _size_of(plan: Plan, task: Task, shard: Shard) -> Least:
+    # Masking guarantees its own least cohort; `cohort` is the cloud's word.
+    devices = task.document.masking.terms.least if task.step else task.cohort
+    devices = max(1, min(devices, MAX_LEAST))
+    if task.kind == "evaluate":
+        held_out = max(1, min(shard.held_out_samples, MAX_LEAST))
+        return Least(devices, batch=MAX_LEAST, steps=MAX_LEAST, held_out=held_out)
     work, samples = task.work, shard.examples
     # The smaller part of an episode: the meta-gradient of one query sample is as telling as the
     # gradient of a batch of one.
     of_step = episode_sizes(work, samples) if takes_episodes(plan) else (work.batch_size, samples)
     batch = max(1, min(*of_step, MAX_LEAST))
-    # Masking guarantees its own least cohort; `cohort` is the cloud's word.
-    devices = task.document.masking.terms.least if task.step else task.cohort
-    return Least(devices=max(1, min(devices, MAX_LEAST)), batch=batch, steps=work.steps)
+    return Least(devices, batch, steps=work.steps, held_out=MAX_LEAST)
 
 
 def _masking_of(task: Task, *, roster: bool) -> LeastMasking | None:

@@ -55,6 +55,7 @@ from triplane.unified_ir.federated.core.learn import (
     buffers,
     check_labels,
     learn,
+    metric_of_plan,
     shared,
 )
 from triplane.unified_ir.federated.core.vector import VectorLayout, vector_buffers
@@ -234,6 +235,8 @@ class TaskRunner:
         """Raise Conflict if this device does no such work at present."""
         if task.kind in WRITERS:
             self._privacy.check(task.work.run, task.work.round, task.lease, task.noise)
+        if task.kind == "evaluate" and not self._settings.scores:
+            raise Conflict("the owner of this device shares no scores (scores in device.json)")
         if task.message is not None and self._app is None:
             raise Conflict("this device has no ClientApp; its owner gives it one (--app)")
 
@@ -260,12 +263,14 @@ class TaskRunner:
         return self._contribution_of(self._written(plan, task, facts, change), task, stop)
 
     def _begun(self, plan: Plan, task: Task) -> "MaskedRound":
-        """Return the masked round of a task; its base is hashed here, whatever the task says."""
+        """Return the masked round of a task; its state is hashed here, whatever the task says."""
         if task.inline_state:
-            base = hashlib.sha256(task.inline_state).digest()
+            state = hashlib.sha256(task.inline_state).digest()
         else:
-            base = digest_of(self._states.find(task.state.sha256))
-        return self._masked_rounds().begin(task, base, plan.view(*SHARED_ROLES), plan.roles)
+            state = digest_of(self._states.find(task.state.sha256))
+        if task.kind == "evaluate":
+            return self._masked_rounds().begin_scores(task, state, metric_of_plan(plan))
+        return self._masked_rounds().begin(task, state, plan.view(*SHARED_ROLES), plan.roles)
 
     def _advertised(
         self,
@@ -298,19 +303,18 @@ class TaskRunner:
 
     def score(self, plan: Plan, task: Task, stop: StopToken) -> pb.Contribution:
         """Score the shared state before and after adaptation; keep the better for `predict`."""
+        masked = self._begun(plan, task) if task.step else None
         judged = self.model.judge(
-            plan,
-            StoppablePlan(plan, stop),
-            task.work,
-            self._shard,
-            steps=task.steps,
-            blob=task.plan.sha256.hex(),
+            plan, StoppablePlan(plan, stop), task.work, self._shard,
+            steps=task.steps, blob=task.plan.sha256.hex(),
             restart=lambda: self._assign(plan, task),
             other=lambda blob: _stopping(Plan.load(self._home.plans / blob, options=OPTIONS), stop),
-        )
-        score = pb.Score(
-            samples=judged.samples, before=judged.before, after=judged.after, round=task.work.round
-        )
+        )  # fmt: skip
+        metric, samples = metric_of_plan(plan), judged.samples
+        before, after = (metric.reported(x, samples) for x in (judged.before, judged.after))
+        if masked is not None:
+            return self._masked_rounds().advertise_scores(task, masked, (before, after), samples)
+        score = pb.Score(samples=samples, before=before, after=after, round=task.work.round)
         return task.contribution(score=score)
 
     def _answer_by_app(
@@ -386,11 +390,9 @@ class TaskRunner:
         else:
             sha256, size = hashlib.sha256(data).digest(), len(data)
         update = pb.Update(
-            blob=pb.Blob(sha256=sha256, size=size),
-            examples=facts.examples,
-            loss=facts.loss,
+            blob=pb.Blob(sha256=sha256, size=size), examples=facts.examples, loss=facts.loss,
             seconds=facts.seconds,
-        )
+        )  # fmt: skip
         if pending.layout:
             update.vector.CopyFrom(pb.UpdateVector(data=data or b"", layout=pending.layout))
         elif data is not None:
@@ -576,15 +578,13 @@ def _stopping(plan: Plan, stop: StopToken) -> Plan:
 
 
 def _update_facts(task: Task, examples: int, loss: float, began_s: float) -> UpdateFacts:
+    work, seconds = task.work, time.monotonic() - began_s
+    if task.noise is not None:  # epsilon covers no such numbers, and all devices weigh the same
+        examples, loss, seconds = 1, 0.0, 0.0
     return UpdateFacts(
-        run=task.work.run,
-        round=task.work.round,
-        lease=task.lease,
-        examples=examples,
-        loss=loss,
-        seconds=time.monotonic() - began_s,
-        base=task.state.sha256.hex(),
-    )
+        run=work.run, round=work.round, lease=task.lease, examples=examples, loss=loss,
+        seconds=seconds, base=task.state.sha256.hex(),
+    )  # fmt: skip
 
 
 def _fitting(ours: Mapping[str, Array], like: Mapping[str, Array]) -> dict[str, Array]:

@@ -32,6 +32,8 @@ KEYS: Final = "keys"
 """The step of a masked round in which a device learns; its secrets of the round begin with it."""
 STEPS: Final = (KEYS, "share", "mask", "sign", "unmask")
 """The steps of a masked round, in order."""
+MASKABLE: Final = ("learn", "evaluate")
+"""Kinds of tasks whose result may be masked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class Task:
     cohort: fewest updates of which the next state is computed, as the cloud says; 0 if it does not.
     returns: how often the run returned from a spoilt state. included: lease of this device's newest
     update that the state includes, or empty; None if the cloud does not say. step: of a masked
-    round, a field of `MaskingStep.asks`; "" if the update is in the clear. noise: what the cloud
+    round, a field of `MaskingStep.asks`; "" if the result is in the clear. noise: what the cloud
     asks of the change in a run with differential privacy. base: number of states that the run had
     published, of which `state` is the last; None if the cloud does not say. document: the message
     that it was parsed from.
@@ -177,9 +179,10 @@ def _step(message: pb.Task, kind: str) -> str:
     if not message.HasField("masking"):
         return ""
     step = message.masking.WhichOneof("asks")
-    if kind != "learn" or step is None:
+    if kind not in MASKABLE or step is None:
         raise InvalidInput(
-            f"masking has {', '.join(STEPS)} of a task to learn, got {step!r} of {kind!r}"
+            f"masking has {', '.join(STEPS)} of a task to {' or '.join(MASKABLE)}, got {step!r} of "
+            f"{kind!r}"
         )
     if message.learn.compression:
         raise InvalidInput(

@@ -48,6 +48,7 @@ class Spec(_message.Message):
     ROBUSTNESS_FIELD_NUMBER: _builtins.int
     MASKING_FIELD_NUMBER: _builtins.int
     NOISE_FIELD_NUMBER: _builtins.int
+    SCORES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The version to begin from, "digits@3"; an alias is resolved when the run starts."""
     population: _builtins.str
@@ -58,8 +59,8 @@ class Spec(_message.Message):
     """
     rounds: _builtins.int
     evaluate_every: _builtins.int
-    """Rounds between two evaluations by every connected device. There is always one after the last
-    round; 0: only that one.
+    """Rounds between two evaluations. There is always one after the last round, unless `scores` is
+    "off"; 0: only that one.
     """
     compression: _builtins.str
     """"" or a row of the compression table: "int8", "top-k"."""
@@ -70,6 +71,10 @@ class Spec(_message.Message):
     """"" to register the result only, "auto" to release it through the delegated role."""
     alias: _builtins.str
     """Alias to set on the result, or empty."""
+    scores: _builtins.str
+    """How devices score: "clear", each to the cloud; "masked", of which the cloud learns the cohort's
+    mean; "off", not at all. "" in runs of earlier releases is "clear".
+    """
     @_builtins.property
     def hyperparameters(self) -> Global___Hyperparameters: ...
     @_builtins.property
@@ -117,10 +122,11 @@ class Spec(_message.Message):
         robustness: Global___Robustness | None = ...,
         masking: Global___MaskedRounds | None = ...,
         noise: Global___Noise | None = ...,
+        scores: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cohort", b"cohort", "flower", b"flower", "hyperparameters", b"hyperparameters", "masking", b"masking", "noise", b"noise", "robustness", b"robustness", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "alias", b"alias", "cohort", b"cohort", "compression", b"compression", "evaluate_every", b"evaluate_every", "flower", b"flower", "hyperparameters", b"hyperparameters", "keep", b"keep", "masking", b"masking", "model", b"model", "noise", b"noise", "population", b"population", "privacy", b"privacy", "release", b"release", "robustness", b"robustness", "rounds", b"rounds", "sampling", b"sampling", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "alias", b"alias", "cohort", b"cohort", "compression", b"compression", "evaluate_every", b"evaluate_every", "flower", b"flower", "hyperparameters", b"hyperparameters", "keep", b"keep", "masking", b"masking", "model", b"model", "noise", b"noise", "population", b"population", "privacy", b"privacy", "release", b"release", "robustness", b"robustness", "rounds", b"rounds", "sampling", b"sampling", "scores", b"scores", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -861,20 +867,24 @@ class Spread(_message.Message):
     MEAN_FIELD_NUMBER: _builtins.int
     WORST_FIELD_NUMBER: _builtins.int
     WORST_TENTH_FIELD_NUMBER: _builtins.int
+    MASKED_FIELD_NUMBER: _builtins.int
     mean: _builtins.float
     worst: _builtins.float
     worst_tenth: _builtins.float
     """Mean of the worst tenth of devices, at least one."""
+    masked: _builtins.bool
+    """Of masked scores: only the mean is known, and it is weighted by held-out samples."""
     def __init__(
         self,
         *,
         mean: _builtins.float = ...,
         worst: _builtins.float = ...,
         worst_tenth: _builtins.float = ...,
+        masked: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["mean", b"mean", "worst", b"worst", "worst_tenth", b"worst_tenth"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["masked", b"masked", "mean", b"mean", "worst", b"worst", "worst_tenth", b"worst_tenth"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1097,7 +1107,9 @@ class Offer(_message.Message):
     population: _builtins.str
     examples: _builtins.int
     held_out: _builtins.int
-    """Number of samples that are used only to evaluate."""
+    """Number of samples that are used only to evaluate.
+    0 also if its owner does not let it score.
+    """
     software: _builtins.str
     app: _builtins.bool
     """Whether it has a Flower ClientApp."""
@@ -1245,7 +1257,9 @@ class Task(_message.Message):
 
     @_builtins.property
     def masking(self) -> Global___MaskingStep:
-        """What a masked round asks for at present; absent where updates are in the clear."""
+        """What a masked round asks for at present, of a task to learn or to evaluate; absent where updates
+        or scores are in the clear.
+        """
 
     @_builtins.property
     def noise(self) -> Global___NoiseTerms:
@@ -1432,7 +1446,9 @@ Global___MaskedField: _TypeAlias = MaskedField  # noqa: Y015
 
 @_typing.final
 class MaskingEncoding(_message.Message):
-    """How a device writes its update as integers: its parameters, its buffers, its weight."""
+    """How a device writes its update as integers: its parameters, its buffers, its weight. Of scores
+    only `cap` is used; see federated/masking/scores.py.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

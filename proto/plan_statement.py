@@ -41,6 +41,7 @@ _PLAN: Final = re.compile(r"(plans|auto)/([0-9a-f]{64})\.plan")
 _ALGORITHM: Final = re.compile(r"[a-z0-9][a-z0-9+._-]{0,62}")
 _TENSOR: Final = re.compile(rf"[!-~]{{1,{MAX_TENSOR_CHARS}}}")
 _LEAST: Final = ("least_devices", "least_batch", "least_steps")
+_HELD_OUT: Final = "least_held_out"
 _STATEMENT: Final = frozenset(
     {"model", "version", "model_digest", "content_digest", "algorithm", "hyperparameters",
      "tensors", *_LEAST}
@@ -48,7 +49,8 @@ _STATEMENT: Final = frozenset(
 _LEAST_MASKING: Final = frozenset({"colluding_share", "failure"})
 _RULE: Final = frozenset({"algorithms", "tensors", *_LEAST})
 _MASKING: Final = "masking"
-"""The one optional field of a statement and of a rule; documents of earlier releases lack it."""
+_OPTIONAL: Final = frozenset({_MASKING, _HELD_OUT})
+"""Fields of a statement and of a rule that documents of earlier releases lack."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -87,12 +89,14 @@ class Least:
     """The smallest round in which a plan may run.
 
     devices: updates that the next state is computed from. batch: samples in a step. steps: steps of
-    learning in a task.
+    learning in a task. held_out: samples that a score is of; a task to evaluate has no batch and no
+    steps that count here.
     """
 
     devices: int = 1
     batch: int = 1
     steps: int = 1
+    held_out: int = 1
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -101,25 +105,26 @@ class Least:
 
     def fields(self) -> dict[str, int]:
         """Return these numbers as signed documents have them."""
-        return {f"least_{name}": value for name, value in asdict(self).items()}
+        numbers = {f"least_{name}": value for name, value in asdict(self).items()}
+        # Left out where it demands nothing, so that devices of earlier releases take the document.
+        return {n: value for n, value in numbers.items() if n != _HELD_OUT or value > 1}
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any]) -> "Least":
         """Return the numbers of a signed document. InvalidInput."""
-        return cls(*(fields[name] for name in _LEAST))
+        devices, batch, steps = (fields[name] for name in _LEAST)
+        return cls(devices, batch, steps, fields.get(_HELD_OUT, 1))
 
     @property
     def text(self) -> str:
         """Return these numbers for people."""
-        return f"{self.devices} devices, {self.batch} samples in a step, {self.steps} steps"
+        text = f"{self.devices} devices, {self.batch} samples in a step, {self.steps} steps"
+        return f"{text}, {self.held_out} samples in a score" if self.held_out > 1 else text
 
     def stricter(self, other: "Least") -> "Least":
         """Return the larger of each number."""
-        return Least(
-            max(self.devices, other.devices),
-            max(self.batch, other.batch),
-            max(self.steps, other.steps),
-        )
+        pairs = zip(asdict(self).values(), asdict(other).values(), strict=True)
+        return Least(*(max(pair) for pair in pairs))
 
     def lacking(self, other: "Least") -> str:
         """Return which numbers of `other` are below these, as a sentence; empty if none is."""
@@ -135,6 +140,7 @@ UNITS: Final = {
     "devices": "devices in a round",
     "batch": "samples in a step",
     "steps": "steps in a task",
+    "held_out": "held-out samples in a score",
 }
 
 
@@ -197,10 +203,13 @@ class LeastMasking:
             self.roster or other.roster,
         )
 
-    def lacking(self, other: "LeastMasking | None") -> str:
-        """Return what a masking, or None, does not hold of these, as a sentence; empty if none."""
+    def lacking(self, other: "LeastMasking | None", what: str = "updates") -> str:
+        """Return what a masking, or None, does not hold of these, as a sentence; empty if none.
+
+        what: that it would hide.
+        """
         if other is None:
-            return "masking, and updates are in the clear"
+            return f"masking, and {what} are in the clear"
         if other.colluding_share < self.colluding_share:
             return (
                 f"masking against a share of at least {self.colluding_share:g} colluding devices, "
@@ -260,7 +269,7 @@ class PlanStatement:
     def read(cls, path: str, custom: Any) -> "PlanStatement":
         """Parse the custom field of the target at `path`. Corrupt names the field that is wrong."""
         name = PlanName.parse(path)
-        if not isinstance(custom, dict) or set(custom) - {_MASKING} != _STATEMENT:
+        if not isinstance(custom, dict) or set(custom) - _OPTIONAL != _STATEMENT:
             raise Corrupt(f"{path}: custom fields are {sorted(_STATEMENT)}, got {shown(custom)}")
         wrong = next((key for key, holds in _CHECKS.items() if not holds(custom[key])), "")
         if wrong or custom["content_digest"] != name.digest:
@@ -419,7 +428,7 @@ NO_PLANS: Final = PlanPolicy({})
 
 def _rule(model: str, fields: Any) -> PlanRule:
     what = f"plan policy of {model}"
-    if not isinstance(fields, dict) or set(fields) - {_MASKING} != _RULE:
+    if not isinstance(fields, dict) or set(fields) - _OPTIONAL != _RULE:
         raise InvalidInput(f"{what}: a rule has {sorted(_RULE)}, got {shown(fields)}")
     for name in ("algorithms", "tensors"):
         if not (_is_texts(fields[name]) and fields[name]):

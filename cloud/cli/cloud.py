@@ -382,6 +382,7 @@ def policy_remove(cloud: Calls, *, model: str, keys: Path) -> Answer:
 @least_option("devices", "Fewest updates of which a round computes the next state.", 2)
 @least_option("batch", "Fewest samples in a step of a device.", 2)
 @least_option("steps", "Fewest steps of a device in a round.", 1)
+@least_option("held-out", "Fewest held-out samples of a device in a score.", 1)
 @click.option(
     "--masked", type=float, metavar="SHARE",
     help="Updates leave a device only in masked rounds, which hold while at most this share of "

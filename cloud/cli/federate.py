@@ -29,6 +29,7 @@ from triplane.cloud.cli.strategies import SHARE, simulate, strategy_options
 from triplane.unified_ir.cli.algorithms import NAMES, AlgorithmCommand
 from triplane.unified_ir.federated.core import defaults
 from triplane.unified_ir.federated.core.masked_step import PHASE_S
+from triplane.unified_ir.federated.core.metric import Scores
 
 if TYPE_CHECKING:
     from triplane.proto.federation_pb2 import Noise, Spec
@@ -172,6 +173,11 @@ command.add_command(simulate)
 @click.option(
     "--evaluate-every", type=click.IntRange(0, MAX_COUNT), default=0,
     help="Rounds between evaluations on every device.  [default: only after the last round]",
+)  # fmt: skip
+@click.option(
+    "--scores", type=click.Choice([x.value for x in Scores]),
+    help="How devices score the models: each in the clear, as a masked mean, or not at all. "
+    " [default: masked with --mask, off with --noise distributed without --evaluate-every]",
 )  # fmt: skip
 @click.option(
     "--compression",
@@ -320,6 +326,7 @@ def watch(cloud: Calls, *, run_id: str) -> Answer:
 @least_option("devices", "Fewest updates of which a round computes the next state.", "the run's")
 @least_option("batch", "Fewest samples in a step of a device.", "2")
 @least_option("steps", "Fewest steps of a device in a round.", "the run's")
+@least_option("held-out", "Fewest held-out samples of a device in a score.", 1)
 @click.option(
     "--model-digest", type=DIGEST, default="", metavar="HEX",
     help="Root digest of the model file that you reviewed; a plan of another file is not signed.",

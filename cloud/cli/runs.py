@@ -13,7 +13,7 @@ from triplane.cloud.cli.connection import Calls
 from triplane.cloud.cli.text import age, duration, enum_text, shown, size, table
 from triplane.cloud.cli.watching import Watchable, bar, live_view, styled_table
 from triplane.proto.federation_pb2 import GetRunRequest, Member, Round, Run, Spread
-from triplane.unified_ir.federated.core.metric import ACCURACY, Metric, metric_named
+from triplane.unified_ir.federated.core.metric import ACCURACY, Metric, Scores, metric_named
 from triplane.unified_ir.federated.privacy.report import spent_text
 
 ROUND_HEADINGS: Final = (
@@ -72,6 +72,7 @@ def headline(run: Run) -> str:
         groups = f", in {spec.masking.groups} groups" if spec.masking.groups else ""
         least = spec.masking.least
         parts.append(f"masked: the cloud learns sums over {least} or more devices{groups}")
+    parts += scoring(run)
     if run.members:
         connected = sum(member.connected for member in run.members)
         devices = "device" if len(run.members) == 1 else "devices"
@@ -81,6 +82,21 @@ def headline(run: Run) -> str:
     if run.reason:
         parts.append(run.reason)
     return shown(f"[{run.id}] {', '.join(parts)}")
+
+
+def scoring(run: Run) -> list[str]:
+    """Return what a run's scores tell beside its updates, and whether nobody scored its result."""
+    spec, parts = run.spec, []
+    if spec.scores == Scores.OFF:
+        return ["devices do not score"]
+    if spec.HasField("masking") and spec.scores != Scores.MASKED:
+        parts.append("the cloud sees each device's scores")
+    if spec.HasField("noise"):
+        parts.append("epsilon does not cover scores")
+    ended = [r for r in run.rounds if r.closed_s]
+    if phase_of(run) == "done" and ended and not (ended[-1].evaluates and ended[-1].counted):
+        parts.append("no device scored the result")
+    return parts
 
 
 def masking_lines(run: Run) -> list[str]:
@@ -149,21 +165,25 @@ def scores(round_: Round, metric: Metric) -> str:
 
 
 def _spread(spread: Spread, metric: Metric) -> str:
-    mean, worst = map(metric.text_with_unit, (spread.mean, spread.worst_tenth))
-    return f"{mean} (worst tenth {worst})"
+    mean = metric.text_with_unit(spread.mean)
+    if spread.masked:
+        return f"{mean} (masked)"
+    return f"{mean} (worst tenth {metric.text_with_unit(spread.worst_tenth)})"
 
 
-def member_row(member: Member, metric: Metric = ACCURACY) -> tuple[str, ...]:
-    """Return the row of one device."""
-    scored = member.HasField("score")
+def member_row(
+    member: Member, metric: Metric = ACCURACY, *, is_masked: bool = False
+) -> tuple[str, ...]:
+    """Return the row of one device. is_masked: nobody knows its scores."""
+    scored, unknown = member.HasField("score"), "masked" if is_masked else ""
     declined = f", {member.declined} declined" if member.declined else ""
     return (
         member.device + ("" if member.connected else " (away)"),
         str(member.examples),
         str(member.counted),
         f"{member.dropped}{declined}" if member.dropped else "",
-        metric.text_with_unit(member.score.before) if scored else "",
-        metric.text_with_unit(member.score.after) if scored else "",
+        metric.text_with_unit(member.score.before) if scored else unknown,
+        metric.text_with_unit(member.score.after) if scored else unknown,
         cut(f"waits: {member.waits}" if member.waits else why_text(member)),
     )
 
@@ -215,7 +235,8 @@ def run_text(run: Run) -> str:
         rows = [round_row(r, metric) for r in run.rounds[-LAST_ROUNDS:]]
         lines += ["", table(round_headings(run), rows)]
     if run.members:
-        rows = [member_row(m, metric) for m in run.members[:MOST_MEMBERS]]
+        is_masked = run.spec.scores == Scores.MASKED
+        rows = [member_row(m, metric, is_masked=is_masked) for m in run.members[:MOST_MEMBERS]]
         lines += ["", table(MEMBER_HEADINGS, rows)]
     if len(run.members) > MOST_MEMBERS:
         lines.append(f"and {len(run.members) - MOST_MEMBERS} more; all of them with --json")

@@ -134,7 +134,7 @@ def _spread_row(round_: Round, metric: str) -> Row:
 
 
 def _values(spread: Spread, metric: str) -> Row:
-    names = ("mean", "worst", "worst_tenth")
+    names = ("mean",) if spread.masked else ("mean", "worst", "worst_tenth")
     return {name: _score(getattr(spread, name), metric) for name in names}
 
 

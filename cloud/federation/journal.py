@@ -26,7 +26,7 @@ from triplane.proto.messages import value_from
 from triplane.unified_ir.federated.core import run as core
 from triplane.unified_ir.federated.core.lease_changes import referenced_states
 from triplane.unified_ir.federated.core.masked_step import PHASE_S
-from triplane.unified_ir.federated.core.metric import ACCURACY
+from triplane.unified_ir.federated.core.metric import ACCURACY, Scores
 from triplane.unified_ir.federated.core.run import Event
 from triplane.unified_ir.federated.core.run_plan import ADDED, RunPlan
 
@@ -315,6 +315,7 @@ def plan_of(spec: pb.Spec) -> RunPlan:
         clip=first_norm(spec) if follows_updates(spec) else privacy.clip if privacy else 0.0,
         least=fewest_devices(spec.masking),
         phase_s=spec.masking.phase_s or PHASE_S,
+        scores=Scores(spec.scores or Scores.CLEAR),
     )
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from triplane.cloud.federation.masked_spec import FewestLeft
 from triplane.proto import federation_pb2 as pb
@@ -24,10 +23,11 @@ from triplane.unified_ir.federated.masking import (
     UpdateEncoding,
     wire,
 )
+from triplane.unified_ir.federated.masking.fields import Vector
 from triplane.unified_ir.federated.masking.noise import noise_length
+from triplane.unified_ir.federated.masking.scores import ScoreEncoding
 from triplane.unified_ir.federated.privacy.distributed import DistributedNoise
 
-Floats = npt.NDArray[np.float32]
 _Ask = Callable[[int], pb.MaskingStep]
 """Returns what a step asks of the device at a position of a group."""
 FIELD_OF: Final[Mapping[MaskedStep, str]] = {
@@ -54,9 +54,10 @@ class CohortMean:
     """The weighted mean of the `devices` of a cohort or group, a vector for each section.
 
     weight: of all of them. bits: for each section the sum of their bits, +1 or -1; empty without.
+    Of scores there is one vector: those before and after adaptation.
     """
 
-    sections: tuple[Floats, ...]
+    sections: tuple[Vector, ...]
     weight: int
     devices: int
     bits: tuple[int, ...] = ()
@@ -88,7 +89,7 @@ class MaskedCohort:
     def __init__(
         self,
         terms: MaskingTerms,
-        encoding: UpdateEncoding,
+        encoding: UpdateEncoding | ScoreEncoding,
         norms: tuple[float, ...],
         noise: DistributedNoise | None = None,
         fewest: FewestLeft | None = None,
@@ -275,9 +276,12 @@ class MaskedCohort:
     def _unmasked(self, cloud: MaskingCloud) -> CohortMean:
         sums, devices = cloud.sum(), len(cloud.contributors)
         cohort = len(cloud.session)
-        means, weight = self._encoding.decode(sums, devices, cohort=cohort)
-        bits = self._encoding.sums_of_bits(sums, devices, cohort=cohort)
-        for section, norm, mean in zip(self._encoding.sections, self._norms, means, strict=True):
+        encoding = self._encoding
+        means, weight = encoding.decode(sums, devices, cohort=cohort)
+        if isinstance(encoding, ScoreEncoding):
+            return CohortMean(means, weight, devices)
+        bits = encoding.sums_of_bits(sums, devices, cohort=cohort)
+        for section, norm, mean in zip(encoding.sections, self._norms, means, strict=True):
             # No device can be asked alone, so the mean is held to what honest devices can reach.
             # By its weight: one device that takes from the masked sum of weights what the others
             # gave would lengthen the mean by as much.
@@ -285,7 +289,7 @@ class MaskedCohort:
             rounding = section.error_bound(devices)
             if self._noise is not None:
                 rounding += section.step * noise_length(self._noise, devices)
-            most = norm + rounding * self._encoding.cap / weight
+            most = norm + rounding * encoding.cap / weight
             if not length <= most:
                 raise Corrupt(
                     f"the mean of {devices} masked updates has the norm {length:.4g}; updates of "

@@ -34,15 +34,18 @@ from triplane.unified_ir.federated.core.files import Like, like_of, read_state
 from triplane.unified_ir.federated.core.learn import BUFFER, PARAMETER, shared
 from triplane.unified_ir.federated.core.masked_round import GROUP_LEFT_OUT, answer_of, has_taken
 from triplane.unified_ir.federated.core.masked_step import STEPS, LostGroup, MaskedStep
+from triplane.unified_ir.federated.core.metric import metric_named
 from triplane.unified_ir.federated.core.run import (
     Exchange,
     Exchanged,
     Lease,
     RunState,
+    Score,
 )
 from triplane.unified_ir.federated.masking import MaskingTerms, wire
 from triplane.unified_ir.federated.masking.encoding import MAX_CAP
 from triplane.unified_ir.federated.masking.integers import packed_bytes
+from triplane.unified_ir.federated.masking.scores import ScoreEncoding, score_base
 
 logger = logging.getLogger(__name__)
 
@@ -109,8 +112,9 @@ class MaskedCohorts:
         """Take the answers of a step; return the event `Exchanged`."""
         refused: Mapping[str, str] = {}
         left_out: Mapping[str, tuple[str, ...]] = {}
+        score: Score | None = None
         try:
-            refused, left_out, failure = await asyncio.to_thread(
+            refused, left_out, failure, score = await asyncio.to_thread(
                 self._exchange, record, projection.state, order
             )
         except (Corrupt, InvalidInput, NotFound) as error:  # an answer cannot be read back
@@ -129,6 +133,7 @@ class MaskedCohorts:
             refused=reasons,
             left_out=tuple(groups),
             failure=printable(failure),
+            score=score,
         )
 
     def asks(self, record: RunRecord, state: RunState, device: str) -> pb.MaskingStep | None:
@@ -184,8 +189,9 @@ class MaskedCohorts:
 
     def _exchange(
         self, record: RunRecord, state: RunState, order: Exchange
-    ) -> tuple[Mapping[str, str], Mapping[str, tuple[str, ...]], str]:
-        known = self._of(record, state)
+    ) -> tuple[Mapping[str, str], Mapping[str, tuple[str, ...]], str, Score | None]:
+        known, round_ = self._of(record, state), state.round
+        score = None
         with known.lock:
             cohort = known.cohort
             if cohort is None or not cohort.is_at(order.step):
@@ -195,7 +201,9 @@ class MaskedCohorts:
             if failure:
                 # Without these answers: if they are not committed, others take their place.
                 self._replayed(record, state)
-        return refused, cohort.left_out, failure and failure + _silent_text(state, order)
+            elif order.step.next is None and round_ is not None and round_.evaluates:
+                score = _mean_score(cohort.means[0], order)
+        return refused, cohort.left_out, failure and failure + _silent_text(state, order), score
 
     def _replayed(self, record: RunRecord, state: RunState) -> MaskedCohort:
         """Compute the cohort from the answers that were taken."""
@@ -203,9 +211,9 @@ class MaskedCohorts:
         assert round_ is not None
         terms = known.terms
         encoding = terms.encoding
-        cohort = MaskedCohort(
-            terms.terms, encoding.parsed, terms.norms, encoding.noise, fewest_left(record.spec)
-        )
+        # All who score are one group.
+        fewest = None if round_.evaluates else fewest_left(record.spec)
+        cohort = MaskedCohort(terms.terms, encoding.parsed, terms.norms, encoding.noise, fewest)
         for step in STEPS:
             taken = [x for x in round_.leases if has_taken(x, step) and answer_of(x, step)]
             if taken:
@@ -223,30 +231,16 @@ class MaskedCohorts:
         return GivenAnswer(lease.device, message, data)
 
     def _terms(self, record: RunRecord, state: RunState) -> RoundTerms:
-        spec, round_, prepared = record.spec, state.round, record.prepared
-        assert prepared is not None
+        round_, base, masking = state.round, bytes.fromhex(state.shared), record.spec.masking
         assert round_ is not None
-        assert round_.masked is not None
-        like = self._like(record)
-        parameters, buffers = (
-            sum(int(np.prod(like[name][1])) for name in names) for names in _sections(record, like)
-        )
-        encoding = round_encoding(
-            spec,
-            parameters=parameters,
-            buffers=buffers,
-            cap=_cap(record, round_.masked.cap),
-            seed=_seed(state),
-            norms=norms_at(state) if follows_updates(spec) else None,
-        )
-        masking = spec.masking
+        encoding = self._encoding(record, state)
         terms = MaskingTerms(
             run=record.id,
-            base=bytes.fromhex(state.shared),
+            base=score_base(base) if round_.evaluates else base,
             round=round_.number,
             attempt=round_.attempt,
             fields=encoding.parsed.fields,
-            groups=masking.groups or 1,
+            groups=1 if round_.evaluates else masking.groups or 1,
             least=masking.least,
             lost_share=masking.lost_share,
             colluding_share=masking.colluding_share,
@@ -256,6 +250,28 @@ class MaskedCohorts:
         message = pb.MaskingStep(terms=wire.terms_message(terms), encoding=encoding.message)
         return RoundTerms(terms, encoding, encoding.norms, message)
 
+    def _encoding(self, record: RunRecord, state: RunState) -> RoundEncoding:
+        """Return the encoding of a round's inputs."""
+        round_, prepared = state.round, record.prepared
+        assert prepared is not None
+        assert round_ is not None
+        assert round_.masked is not None
+        if round_.evaluates:
+            scores = ScoreEncoding(metric_named(prepared.metric), min(round_.masked.cap, MAX_CAP))
+            return RoundEncoding(pb.MaskingEncoding(cap=scores.cap), scores)
+        like = self._like(record)
+        parameters, buffers = (
+            sum(int(np.prod(like[name][1])) for name in names) for names in _sections(record, like)
+        )
+        return round_encoding(
+            record.spec,
+            parameters=parameters,
+            buffers=buffers,
+            cap=_cap(record, round_.masked.cap),
+            seed=_seed(state),
+            norms=norms_at(state) if follows_updates(record.spec) else None,
+        )
+
     def _like(self, record: RunRecord) -> Like:
         if record.id not in self._likes:
             prepared = record.prepared
@@ -264,6 +280,11 @@ class MaskedCohorts:
             state = read_state(path, plan=prepared.plan_digest, verified=True)
             self._likes[record.id] = like_of(state)
         return self._likes[record.id]
+
+
+def _mean_score(mean: CohortMean, order: Exchange) -> Score:
+    before, after = map(float, mean.sections[0])
+    return Score(samples=mean.weight, before=before, after=after, round=order.number)
 
 
 def _silent_text(state: RunState, order: Exchange) -> str:

@@ -20,6 +20,7 @@ from triplane.unified_ir.federated.masking.encoding import (
     range_for,
 )
 from triplane.unified_ir.federated.masking.noise import noises_for
+from triplane.unified_ir.federated.masking.scores import ScoreEncoding
 from triplane.unified_ir.federated.privacy.distributed import DistributedNoise
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class RoundEncoding:
     """The encoding of a round. noise, bit_noise: of each device, in its update and bit, or None."""
 
     message: pb.MaskingEncoding
-    parsed: UpdateEncoding
+    parsed: UpdateEncoding | ScoreEncoding
     noise: DistributedNoise | None = None
     bit_noise: DistributedNoise | None = None
 

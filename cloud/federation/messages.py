@@ -13,7 +13,7 @@ from typing import Final
 from triplane.cloud.federation.journal import RunRecord
 from triplane.cloud.federation.masked_spec import cohort_masking
 from triplane.cloud.federation.private_runs import noise_terms, why_fewer_rounds
-from triplane.cloud.federation.run_projection import RunProjection
+from triplane.cloud.federation.run_projection import RunProjection, Spread
 from triplane.cloud.federation.spec import fewest_updates
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.messages import message_from
@@ -143,9 +143,15 @@ def _ended(projection: RunProjection, ended: Ended) -> pb.Round:
         pb.Round,
         ended,
         loss=ended.loss if math.isfinite(ended.loss) else 0.0,
-        before=message_from(pb.Spread, spreads.before) if spreads else None,
-        after=message_from(pb.Spread, spreads.after) if spreads else None,
+        before=_spread(spreads.before) if spreads else None,
+        after=_spread(spreads.after) if spreads else None,
     )
+
+
+def _spread(spread: Spread) -> pb.Spread:
+    if math.isfinite(spread.worst):
+        return message_from(pb.Spread, spread, masked=False)
+    return pb.Spread(mean=spread.mean, masked=True)
 
 
 def _at_hand(state: RunState, down: int) -> list[pb.Round]:

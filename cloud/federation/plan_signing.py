@@ -46,6 +46,7 @@ from triplane.proto.registry_pb2 import Version
 from triplane.proto.roster import ROSTER_PATH, Roster
 from triplane.proto.signed_fields import PLANS
 from triplane.proto.targets import SignedTarget, plan_target, read_target
+from triplane.unified_ir.federated.core.metric import Scores
 from triplane.unified_ir.files.container import Container
 
 SAFE_BATCH: Final = 2
@@ -181,6 +182,7 @@ def _check_size(spec: pb.Spec, least: Least) -> None:
         devices=fewest_updates(spec),
         batch=min(_batch_of(spec), MAX_LEAST),
         steps=sampling.steps,
+        held_out=MAX_LEAST,  # which each device has or has not
     )
     lacking = least.lacking(of_run)
     if lacking:
@@ -195,6 +197,8 @@ def _check_masking(spec: pb.Spec, masking: LeastMasking | None) -> None:
         return
     # Without the roster: whether there is one is not up to the run.
     lacking = replace(masking, roster=False).lacking(least_masking_of(spec))
+    if not lacking and spec.scores == Scores.CLEAR:
+        lacking = "masking, and scores are in the clear"
     if lacking:
         raise Conflict(
             f"the signature of the plan demands {lacking}, so every device would decline; start a "

@@ -34,7 +34,10 @@ Turn = tuple[int, bool, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Scores over devices, each once. worst_tenth: mean of the worst tenth, at least one."""
+    """Scores over devices, each once. worst_tenth: mean of the worst tenth, at least one.
+
+    Of masked scores only the mean is known, and the others are NaN.
+    """
 
     mean: float
     worst: float
@@ -75,10 +78,9 @@ def follow(projection: RunProjection, event: Event) -> tuple[RunProjection, Effe
         newest = list(event.refused.values())[-1]
         after = replace(after, refused={**projection.refused, REFUSED: newest})
     for ended in state.history[len(projection.state.history) :]:
-        scored = any(m.score and m.score.round == ended.number for m in state.members.values())
-        if ended.evaluates and ended.counted and scored:
-            spreads = {**after.spreads, str(ended.number): _spreads(after, ended)}
-            after = replace(after, spreads=spreads)
+        scores = _scores(after, ended, event) if ended.evaluates and ended.counted else None
+        if scores is not None:
+            after = replace(after, spreads={**after.spreads, str(ended.number): scores})
     return after, effects
 
 
@@ -91,13 +93,25 @@ def turn_of(turn: Round | Asked | None) -> Turn | None:
     return (turn.number, turn.evaluates, turn.attempt) if turn else None
 
 
-def _spreads(projection: RunProjection, ended: Ended) -> Spreads:
+def _scores(projection: RunProjection, ended: Ended, event: Event) -> Spreads | None:
+    """Return the scores of an evaluating round that `event` ended; None if nobody scored."""
+    if isinstance(event, Exchanged):
+        mean = event.score
+        if mean is None:
+            return None
+        return Spreads(before=_mean_only(mean.before), after=_mean_only(mean.after))
     members, metric = projection.state.members, metric_named(projection.metric)
     scores = [m.score for m in members.values() if m.score and m.score.round == ended.number]
+    if not scores:
+        return None
     return Spreads(
         before=spread_of([score.before for score in scores], metric),
         after=spread_of([score.after for score in scores], metric),
     )
+
+
+def _mean_only(mean: float) -> Spread:
+    return Spread(mean=mean, worst=math.nan, worst_tenth=math.nan)
 
 
 def spread_of(values: list[float], metric: Metric = ACCURACY) -> Spread:

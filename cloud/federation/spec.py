@@ -19,6 +19,7 @@ from triplane.unified_ir.federated.core import defaults
 from triplane.unified_ir.federated.core.compress import row_of
 from triplane.unified_ir.federated.core.learn import MAX_STEPS
 from triplane.unified_ir.federated.core.limits import ADAPTIVE
+from triplane.unified_ir.federated.core.metric import Scores
 from triplane.unified_ir.federated.core.spoilt import MAX_RETURNS
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def with_defaults(asked: pb.Spec) -> pb.Spec:
     if spec.HasField("noise") or spec.HasField("masking"):
         check_rows(spec, robustness_of(spec))
     fill_norm_bound(spec)
+    _fill_scores(spec)
     if spec.alias:
         check_alias(spec.alias)
     return spec
@@ -201,6 +203,25 @@ def _fill_robustness(spec: pb.Spec) -> None:
     spec.robustness.norm_bound, spec.robustness.aggregator = limits.norm_bound, limits.aggregator
     spec.robustness.numbers.update(limits.all_numbers)
     spec.robustness.returns = limits.returns
+
+
+def _fill_scores(spec: pb.Spec) -> None:
+    """Mask the scores of masked runs; where devices add noise, nobody scores unless it is asked."""
+    is_masked, has_noise = spec.HasField("masking"), spec.HasField("noise")
+    default = Scores.MASKED if is_masked else Scores.CLEAR
+    # Epsilon would cover all that such a run tells the cloud, but for its scores.
+    default = Scores.OFF if is_masked and has_noise and not spec.evaluate_every else default
+    spec.scores = spec.scores or default
+    allowed = [x.value for x in Scores if is_masked or x is not Scores.MASKED]
+    if spec.scores not in allowed:
+        raise InvalidInput(
+            f"scores of this run are {', '.join(allowed)} (masked ones need masking), got "
+            f"{spec.scores[:40]!r}"
+        )
+    if spec.scores == Scores.OFF and spec.evaluate_every:
+        raise InvalidInput(
+            "evaluate_every belongs to a run whose devices score, and scores is off; leave one out"
+        )
 
 
 def _count(name: str, value: int, most: int, *, least: int = 1) -> int:

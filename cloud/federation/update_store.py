@@ -456,6 +456,9 @@ def _score(device: str, lease: str, contribution: pb.Contribution, metric: Metri
         if state.round is not None and not state.round.evaluates:
             reason = "the round learns; it asked for an update, not a score"
             return Refused(at_s=at_s, device=device, lease=lease, kind="kind", reason=reason)
+        if state.round is not None and state.round.masked is not None:
+            reason = "the round is masked, and this score is in the clear"
+            return Refused(at_s=at_s, device=device, lease=lease, kind="kind", reason=reason)
         if not (1 <= score.samples <= most and score.round == number and _admits(metric, score)):
             values = "in [0, 1]" if metric.share else f"with a finite {metric.name}"
             reason = f"a score is of 1 to {most} samples {values} in round {number}, got {score}"

@@ -21,6 +21,7 @@ from triplane.cloud.federation.masked_spec import least_and_honest
 from triplane.cloud.registry import Push
 from triplane.proto import federation_pb2 as pb
 from triplane.unified_ir.convert.conversion import read_model
+from triplane.unified_ir.federated.masking import UpdateEncoding
 
 NAMES = ("ann", "bob", "cem", "dia")
 CLIP = 0.125
@@ -107,6 +108,7 @@ def test_a_private_masked_run_publishes_the_stated_noise_and_charges_every_devic
 def check_noise(run, moved):
     """Clipped changes are next to nothing beside the noise, entry by entry."""
     encoding = round_encoding(run.spec, parameters=len(moved), buffers=0, cap=1, seed=0)
+    assert isinstance(encoding.parsed, UpdateEncoding)
     section, noise = encoding.parsed.sections[0], encoding.noise
     assert noise is not None
     assert least_and_honest(run.spec) == (3, 2)

@@ -43,7 +43,8 @@ ENCODINGS: dict[str, tuple[dict[str, Any], str]] = {
 
 TASKS: dict[str, tuple[dict[str, Any], str]] = {
     "compression": ({"learn": pb.Learn(compression="int8")}, "is not compressed"),
-    "a score": ({"evaluate": pb.Evaluate(steps=1)}, "a task to learn, got 'keys'"),
+    "a score": ({"evaluate": pb.Evaluate(steps=1)}, "plan and encoding are 2 of 25+0 bits"),
+    "an answer of an app": ({"flower": pb.Blob()}, "a task to learn or evaluate, got 'keys'"),
 }
 
 

@@ -100,6 +100,28 @@ def test_a_settlement_that_a_crash_cut_short_is_done_again(folders, monkeypatch)
     assert list(folders[1].iterdir()) == []
 
 
+def test_what_a_killed_process_renamed_is_synced_before_the_next_one_relies_on_it(
+    folders, monkeypatch
+):
+    """It is seen by then, and a power cut may still take it back."""
+    pending = kept(folders)
+
+    def crash(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OS_DISK.__class__, "sync_folder", crash)
+        with pytest.raises(KeyboardInterrupt):
+            Memory(*folders).settle(pending, counted=True)
+    memory = Memory(*folders)
+    found = syncs(monkeypatch)
+    (again,) = memory.pending()  # before it is sent again
+    assert found == [folders[1]]
+    memory.settle(again, counted=True)  # before the update is removed
+    assert found == [folders[1], folders[0]]
+    assert plain(memory.personal(RUN)) == plain(IMPLIED)
+
+
 def test_a_new_run_begins_with_the_newest_personal_tensors_and_no_remainder(folders):
     memory = Memory(*folders)
     memory.settle(kept(folders), counted=True)

@@ -16,6 +16,7 @@ from triplane.unified_ir.convert.conversion import read_model
 from triplane.unified_ir.federated.algorithms import Hyper, plan_of
 from triplane.unified_ir.federated.core.files import like_of, most_bytes, read_update, write_state
 from triplane.unified_ir.federated.core.learn import Work, learn, score
+from triplane.unified_ir.federated.core.metric import LOSS
 from triplane.unified_ir.runtime import Plan
 
 SHARD = plans.shard(held_out=6)
@@ -73,8 +74,8 @@ def test_no_signature_covers_the_state_that_a_round_begins_from(tmp_path):
     assert within(story()).WhichOneof("outcome") == "update"
 
 
-def test_a_score_can_be_a_number_of_a_sample(tmp_path):
-    """Masking and noise are about updates: a graph of a stolen cloud answers with its input."""
+def test_a_score_can_be_a_number_of_a_sample_to_twelve_bits(tmp_path):
+    """A graph of a stolen cloud answers with its input, whose other digits stay on the device."""
     nodes = [
         helper.make_node("Gather", ["x", "zero"], ["row"], axis=0),
         helper.make_node("Gather", ["row", "zero"], ["loss"], axis=0),
@@ -82,8 +83,11 @@ def test_a_score_can_be_a_number_of_a_sample(tmp_path):
     inputs = {"w": (2, 1), "x": ("N", 2), "y": ("N", 1)}
     evaluate = model(nodes, inputs, {"loss": ()}, {"zero": np.array(0, np.int64)})
     entries = {**plans.spec().entries, "evaluate": evaluate}
-    told = score(plans.plan(tmp_path, entries=entries), SHARD)
-    assert told == SHARD.held_out["x"][0, 0]
+    answer, number = score(plans.plan(tmp_path, entries=entries), SHARD), SHARD.held_out["x"][0, 0]
+    assert answer == number
+    told = LOSS.reported(answer, SHARD.held_out_samples)
+    assert told == pytest.approx(float(number), rel=2.0**-12)
+    assert told != number
 
 
 def test_a_graph_can_separate_devices_within_a_sum(tmp_path):

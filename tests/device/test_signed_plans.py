@@ -14,6 +14,7 @@ from tests.support.plan_signatures import PlanSigner
 from triplane.cloud.trust.keys import KeyFolder
 from triplane.cloud.trust.rotating import rotate
 from triplane.cloud.trust.signing import Signer
+from triplane.device import FederatedClient
 from triplane.device.home import DeviceHome, DeviceSettings
 from triplane.device.signed_plans import verified_here
 from triplane.proto import federation_pb2 as pb
@@ -158,6 +159,33 @@ def test_a_policy_of_parameters_leaves_no_buffer_to_the_clouds_key(tmp_path, mon
 def test_a_round_below_the_signed_size_is_declined(tmp_path, least, task, reason):
     said = answer(tmp_path, with_plan("plans", changes={"least": least}, **task))
     assert reason in said.declined
+
+
+@pytest.mark.parametrize(
+    ("signed", "owner", "reason"),
+    [
+        (Least(held_out=5), {}, "at least 5 held-out samples in a score, got 4"),
+        (Least(devices=3), {}, "at least 3 devices in a round, got 2"),
+        (Least(), {"least_held_out": 6}, "at least 6 held-out samples in a score, got 4"),
+        (Least(), {"scores": False}, "the owner of this device shares no scores"),
+        (Least(batch=9, steps=9, held_out=4), {"least_held_out": 4}, ""),
+    ],
+)
+def test_scores_are_bound_by_signature_and_owner(tmp_path, signed, owner, reason):
+    task = with_plan("plans", changes={"least": signed}, cohort=2, evaluate=pb.Evaluate(steps=1))
+    said = answer(tmp_path, task, settings=owner, shard=plans.shard(held_out=4))
+    assert reason in said.declined
+    assert bool(reason) == (said.WhichOneof("outcome") == "declined")
+
+
+@pytest.mark.parametrize(
+    ("held_out", "owner", "offered"),
+    [(4, {}, 4), (1, {}, 0), (4, {"least_held_out": 5}, 0), (4, {"scores": False}, 0)],
+)
+def test_a_device_that_may_not_score_offers_no_held_out_samples(tmp_path, held_out, owner, offered):
+    client = FederatedClient(tmp_path / "ann", plans.shard(held_out=held_out))
+    client.settings = replace(client.settings, **owner)
+    assert client._offer().held_out == offered
 
 
 def test_a_batch_counts_the_samples_that_the_device_has(tmp_path):

@@ -40,6 +40,21 @@ def test_a_statement_is_read_as_it_was_written():
     assert again.path == PATH
 
 
+def test_the_least_of_held_out_samples_is_written_only_where_it_demands_something():
+    assert "least_held_out" not in STATEMENT.custom()
+    stricter = replace(STATEMENT, least=replace(STATEMENT.least, held_out=4))
+    assert stricter.custom()["least_held_out"] == 4
+    assert PlanStatement.read(PATH, stricter.custom()) == stricter
+    assert stricter.conditions == "3 devices, 8 samples in a step, 2 steps, 4 samples in a score"
+
+
+def test_a_rule_may_demand_held_out_samples_in_a_score():
+    policy = PlanPolicy({"digits": replace(RULE, least=Least(held_out=4))})
+    assert PlanPolicy.parse(policy.text()) == policy
+    said = policy.refusal(replace(STATEMENT, algorithm="maml"))
+    assert "must demand at least 4 held-out samples in a score, got 1" in said
+
+
 @pytest.mark.parametrize(
     "path",
     [
@@ -70,7 +85,7 @@ def test_golden_sets_and_bundles_are_no_plans_whatever_their_names():
         ("tensors", "w"), ("tensors", ["b", "a"]), ("tensors", ["a", "a"]), ("tensors", [1]),
         ("tensors", ["a b"]), ("tensors", ["a" * 201]), ("least_devices", 0),
         ("tensors", [str(n) for n in range(MAX_TENSORS + 1)]), ("least_batch", 1.0),
-        ("least_steps", 1_000_001),
+        ("least_steps", 1_000_001), ("least_held_out", 0), ("least_held_out", True),
     ],
 )  # fmt: skip
 def test_a_statement_with_a_wrong_field_is_corrupt(key, value):

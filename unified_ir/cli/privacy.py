@@ -54,8 +54,8 @@ one device: whoever sees all of them can hardly tell whether it took part with i
 none. Each change is clipped to --clip, all devices count equally, and each round's sum gets noise.
 A smaller --epsilon protects more and costs accuracy; more devices in a round make up for that. With
 --separation a device rests between two uses, so fewer of its uses are charged, and --correlated
-lets later rounds take back a part of the noise. It does not hide losses and scores from the people
-who run the cloud, nor, with --noise central, updates from the cloud.
+lets later rounds take back a part of the noise. It does not cover the scores of devices, nor, with
+--noise central, hide updates from the people who run the cloud.
   --epsilon 4 --devices 100 --clip 0.5 --separation 10 --correlated
 --mask lets the cloud learn the sum of a round only (secure aggregation). With --noise distributed
 beside it the devices add the noise, which then protects from the cloud, too. With --groups and

@@ -1,8 +1,22 @@
 """Rows of a run's tables, as people read them."""
 
+from typing import Any
+
+import pytest
+
 from triplane.cloud.cli.runs import headline, masking_lines, member_row, round_row, run_text
 from triplane.cloud.cli.text import record
-from triplane.proto.federation_pb2 import Cohort, MaskedRounds, Member, Round, Run, Score, Spec
+from triplane.proto.federation_pb2 import (
+    Cohort,
+    MaskedRounds,
+    Member,
+    Noise,
+    Round,
+    Run,
+    Score,
+    Spec,
+    Spread,
+)
 from triplane.unified_ir.federated.core.metric import LOSS
 
 
@@ -16,6 +30,49 @@ def test_losses_of_a_device_are_numbers_and_not_percent():
     score = Score(samples=10, before=2.5, after=0.75)
     row = member_row(Member(device="d", connected=True, score=score), LOSS)
     assert row[4:6] == ("2.5", "0.75")
+
+
+MASKED: dict[str, Any] = {
+    "before": Spread(mean=0.5, masked=True),
+    "after": Spread(mean=0.75, masked=True),
+}
+
+
+def test_of_masked_scores_the_mean_is_shown_and_no_device():
+    round_ = Round(number=2, evaluates=True, **MASKED)
+    assert round_row(round_)[-1] == "50.0% (masked) -> 75.0% (masked)"
+    run = Run(id="0" * 16, spec=Spec(model="m@1", scores="masked"), members=[Member(device="d")])
+    assert run_text(run).splitlines()[-1].count("masked") == 2
+    plain = Spread(mean=0.5, worst=0.0, worst_tenth=0.0)
+    assert round_row(Round(evaluates=True, before=plain, after=plain))[-1].count("tenth 0.0%") == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"scores": "off"}, "devices do not score"),
+        ({"scores": "clear", "masking": MaskedRounds(least=3)}, "the cloud sees each device's"),
+        ({"scores": "masked", "noise": Noise(epsilon=1.0)}, "epsilon does not cover scores"),
+    ],
+)
+def test_the_first_line_says_what_scores_tell(fields, text):
+    run = Run(id="0" * 16, spec=Spec(model="m@1", **fields))
+    assert text in headline(run)
+    for other in ("devices do not score", "the cloud sees each device's", "epsilon does not"):
+        assert (other in headline(run)) == (other in text)
+
+
+@pytest.mark.parametrize(
+    ("last", "says"),
+    [
+        (Round(number=1, evaluates=True, counted=2, closed_s=2.0), False),
+        (Round(number=1, evaluates=True, given_up="2 devices of 3", closed_s=2.0), True),
+        (Round(number=1, counted=3, closed_s=2.0), True),
+    ],
+)
+def test_a_result_that_nobody_scored_is_named(last, says):
+    run = Run(id="0" * 16, phase=Run.DONE, spec=Spec(model="m@1", scores="clear"), rounds=[last])
+    assert ("no device scored the result" in headline(run)) is says
 
 
 def test_a_run_names_its_metric_in_json_only_if_it_is_not_accuracy():

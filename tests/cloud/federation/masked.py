@@ -17,6 +17,7 @@ from triplane.unified_ir.federated.masking import (
     MaskingLedger,
     wire,
 )
+from triplane.unified_ir.federated.masking.scores import ScoreEncoding, score_base
 from triplane.unified_ir.federated.privacy import secret
 
 NORM = 0.5
@@ -37,6 +38,8 @@ def masked_request(
     if lost_share is not None:
         masking.lost_share = lost_share
     masking.least, masking.groups = fields.pop("least", 3), fields.pop("groups", 0)
+    # Tests of the rounds that learn look at each score; those of masked scores ask for them.
+    fields = {"scores": "clear"} | fields
     cohort = {"devices": devices, "quorum": 1.0} | fields.pop("cohort", {})
     robustness = pb.Robustness(norm_bound=str(norm), aggregator=fields.pop("aggregator", ""))
     return start_request(masking=masking, cohort=cohort, robustness=robustness, **fields)
@@ -89,6 +92,7 @@ class MaskedDevice(Device):
     bits: int | None = None
     in_the_clear: bool = False
     repeats: bool = False
+    scored: dict[int, learn.LearnerScore] = field(default_factory=dict)
 
     def __post_init__(self):
         super().__post_init__()
@@ -159,6 +163,8 @@ class MaskedDevice(Device):
 
     def _begun(self, task):
         plan = self.plan(task)
+        if task.WhichOneof("work") == "evaluate":
+            return self._began_scores(plan, task)
         made = learn.learn(plan, work_of(task, self.name), self.shard)
         sections = sections_of(made.change, plan)
         sizes = [sum(x.size for x in kind.values()) for kind in sections]
@@ -173,16 +179,6 @@ class MaskedDevice(Device):
         kinds = [clipped(kind, norm) for kind, norm in pairs]
         is_short = [length_of(kind) <= asked.bit_share * norm for kind, norm in pairs]
         flat = [np.concatenate([x.reshape(-1) for x in kind.values()]) for kind in kinds]
-        terms = wire.terms_of(
-            task.masking.terms, run=task.run, round_=task.round, base=task.state.sha256,
-            encoding=wire.encoding_digest(asked),
-        )  # fmt: skip
-        assert terms.fields == encoding.fields
-        known: dict = {}
-        device = MaskingDevice(
-            terms, wire.pseudonym(self.signer.public_der), signer=self.signer,
-            verifier=Known(known), store=self.ledger,
-        )  # fmt: skip
         vectors = encoding.encode(flat, made.examples, is_short)
         if variance:
             vectors = tuple(
@@ -195,9 +191,32 @@ class MaskedDevice(Device):
         if self.bits is not None:
             vectors[-1][:] = self.bits
         change = {name: x for kind in kinds for name, x in kind.items()}
-        self.open[task.lease] = Secrets(
-            device, known, vectors, change, made.examples, [list(kind) for kind in kinds]
+        return self._advertised(
+            task, task.state.sha256, encoding, vectors, change, made.examples,
+            [list(kind) for kind in kinds],
+        )  # fmt: skip
+
+    def _began_scores(self, plan, task):
+        made = learn.evaluate(plan, work_of(task, self.name), self.shard, steps=task.evaluate.steps)
+        encoding = ScoreEncoding(learn.metric_of_plan(plan), task.masking.encoding.cap)
+        self.scored[task.round] = made
+        vectors = encoding.encode((made.before, made.after), made.samples)
+        return self._advertised(
+            task, score_base(task.state.sha256), encoding, vectors, {}, made.samples, []
         )
+
+    def _advertised(self, task, base, encoding, vectors, *kept):
+        terms = wire.terms_of(
+            task.masking.terms, run=task.run, round_=task.round, base=base,
+            encoding=wire.encoding_digest(task.masking.encoding),
+        )  # fmt: skip
+        assert terms.fields == encoding.fields
+        known: dict = {}
+        device = MaskingDevice(
+            terms, wire.pseudonym(self.signer.public_der), signer=self.signer,
+            verifier=Known(known), store=self.ledger,
+        )  # fmt: skip
+        self.open[task.lease] = Secrets(device, known, vectors, *kept)
         return wire.advertisement_message(device.advertise(), self.signer.public_der)
 
 

@@ -444,3 +444,76 @@ def test_a_device_outside_of_the_roster_does_not_cost_the_others_their_round(tmp
     assert (run.rounds[0].counted, run.rounds[0].refused) == (3, 1)
     (refused,) = run.refusals.reasons
     assert "is not in the roster 2 of 3 devices" in refused.newest
+
+
+def scores_of(run):
+    """(after the round, mean before, mean after) of each evaluating round that counted."""
+    return [(r.number, r.before.mean, r.after.mean) for r in run.rounds if r.HasField("after")]
+
+
+def test_the_cloud_learns_the_mean_of_masked_scores_and_no_score_of_a_device(tmp_path):
+    def prepare(devices):
+        held_out = devices[1].shard.held_out
+        devices[1].shard.held_out.update({name: x[:5] for name, x in held_out.items()})
+
+    request = masked_request(3, scores="masked", evaluate_every=1)
+    run, devices, _ = within(run_of(tmp_path, 3, request, prepare))
+    assert (run.phase, run.reason) == (pb.Run.DONE, "")
+    assert [(r.number, r.evaluates, r.counted) for r in run.rounds] == [
+        (1, False, 3), (1, True, 3), (2, False, 3), (2, True, 3),
+    ]  # fmt: skip
+    for number, before, after in scores_of(run):
+        scores = [d.scored[number] for d in devices]
+        samples = sum(x.samples for x in scores)
+        assert samples == 12 + 5 + 12
+        exact = [sum(s * x.samples for s, x in pairs) / samples for pairs in (
+            [(x.before, x) for x in scores], [(x.after, x) for x in scores],
+        )]  # fmt: skip
+        assert (before, after) == pytest.approx(exact, abs=1e-6)
+    assert len(scores_of(run)) == 2
+    assert not any(m.HasField("score") for m in run.members)
+    assert run.rounds[1].after.masked
+    assert run.rounds[1].after.worst == 0
+    sent = {sent.WhichOneof("outcome") for d in devices for _, sent in d.answers}
+    assert sent == {"masked"}
+    entries = [len(d.ledger.load().entries) for d in devices]
+    assert entries == [4, 4, 4], "an update for each of two states, a score for two"
+
+
+@pytest.mark.long
+def test_a_score_in_the_clear_is_refused_in_a_masked_evaluation_and_the_run_goes_on(tmp_path):
+    def clear(_device, task, step, sent):
+        if step == "keys" and task.WhichOneof("work") == "evaluate":
+            sent.score.CopyFrom(pb.Score(samples=12, before=0.5, after=0.5))
+        return sent
+
+    def prepare(devices):
+        devices[0].twist = clear
+
+    request = masked_request(3, scores="masked", rounds=1)
+    run, _, _ = within(run_of(tmp_path, 3, request, prepare))
+    assert run.phase == pb.Run.DONE, run.reason
+    ((refusal),) = run.refusals.reasons
+    assert refusal.newest == "the round is masked, and this score is in the clear"
+    assert "2 devices of 3 needed advertised keys; ann did not" in run.rounds[-1].given_up
+    assert not scores_of(run)
+
+
+@pytest.mark.long
+def test_a_mean_score_that_no_devices_have_is_refused_and_the_run_goes_on(tmp_path):
+    def lies(device, task, step, sent):
+        if step == "keys" and task.WhichOneof("work") == "evaluate":
+            levels, weight = device.open[task.lease].vectors
+            device.open[task.lease].vectors = levels * 0 + np.uint64((1 << 25) - 1), weight
+        return sent
+
+    def prepare(devices):
+        devices[0].twist = lies
+        held_out = devices[0].shard.held_out
+        held_out.update({name: x[:1] for name, x in held_out.items()})
+
+    request = masked_request(3, scores="masked", rounds=1)
+    run, _, _ = within(run_of(tmp_path, 3, request, prepare))
+    assert run.phase == pb.Run.DONE, run.reason
+    assert "a device lied" in run.rounds[-1].given_up
+    assert not scores_of(run)

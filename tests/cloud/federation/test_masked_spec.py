@@ -17,6 +17,8 @@ from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.masking.fields import MaskedField
 
+OWN = pb.Noise(epsilon=8.0, clip=0.5, placement="distributed")
+
 
 def masked(devices=3, *, masking=None, robustness=None, quorum=0.8, **fields):
     return spec(
@@ -49,6 +51,37 @@ def test_three_devices_of_three_are_masked_without_losses_or_colluders():
     assert "masking for 3 devices" in masking_text(filled)
     assert "at most 0 collude" in masking_text(filled)
     assert "each step after learning takes at most 30 s" in masking_text(filled)
+
+
+@pytest.mark.parametrize(
+    ("fields", "scores"),
+    [
+        ({}, "masked"),
+        ({"scores": "clear"}, "clear"),
+        ({"scores": "off"}, "off"),
+        ({"noise": OWN}, "off"),
+        ({"noise": OWN, "evaluate_every": 2}, "masked"),
+        ({"noise": OWN, "scores": "masked"}, "masked"),
+    ],
+)
+def test_scores_of_a_masked_run_are_masked_and_with_noise_off(fields, scores):
+    robustness = {"norm_bound": ""} if "noise" in fields else None
+    filled = with_defaults(masked(20, robustness=robustness, **fields))
+    assert (filled.scores, plan_of(filled).scores) == (scores, scores)
+    assert with_defaults(filled) == filled
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"scores": "masked"}, "scores of this run are clear, off .* got 'masked'"),
+        ({"scores": "hidden"}, "scores of this run are clear, off .* got 'hidden'"),
+        ({"scores": "off", "evaluate_every": 2}, "scores is off; leave one out"),
+    ],
+)
+def test_scores_that_a_run_cannot_have_are_refused(fields, message):
+    with pytest.raises(InvalidInput, match=message):
+        with_defaults(spec(**fields))
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,8 @@ def test_a_signer_refuses_a_plan_of_another_model_file_than_the_reviewed_one(tmp
 @pytest.mark.long
 def test_a_masked_run_waits_for_the_roster_that_its_signature_demands(tmp_path):
     async def story(cloud, plain_id):
-        masked = await cloud.federation.begin(masked_request(3), by="operator")
+        request = masked_request(3, scores="")
+        masked = await cloud.federation.begin(request, by="operator")
         await until(cloud, masked.id, waits)
         with pytest.raises(InvalidInput, match="this run is not masked"):
             await signed(cloud, plain_id, tmp_path, roster=True)

@@ -49,6 +49,11 @@ def test_a_run_is_masked_as_its_signed_plan_demands():
     assert least_masking_of(masked(failure=1e-9)) == LeastMasking(0.1, 1e-9)
     _check_masking(masked(), LeastMasking(0.1))
     _check_masking(masked(), None)
+    in_the_clear = masked()
+    in_the_clear.scores = "clear"
+    _check_masking(in_the_clear, None)
+    with pytest.raises(Conflict, match="demands masking, and scores are in the clear"):
+        _check_masking(in_the_clear, LeastMasking(0.1))
     _check_masking(masked(), LeastMasking(0.1, roster=True))
     with pytest.raises(Conflict, match="demands masking, and updates are in the clear"):
         _check_masking(spec(), LeastMasking())

@@ -2,7 +2,10 @@
 
 import math
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.metric import ACCURACY, LOSS, metric_named, metric_of
@@ -23,6 +26,31 @@ def test_a_higher_accuracy_and_a_lower_loss_are_gains():
 def test_an_accuracy_outside_0_to_1_is_impossible(value):
     assert not ACCURACY.admits(value)
     assert LOSS.admits(value) is math.isfinite(value)
+
+
+@given(st.integers(0, 500), st.integers(1, 500))
+def test_an_accuracy_leaves_a_device_in_whole_samples(right, samples):
+    right = min(right, samples)
+    share = float(np.float32(right) / np.float32(samples))
+    assert ACCURACY.reported(share, samples) == right / samples
+    assert ACCURACY.reported(0.7310585786300049, 2) == 0.5
+
+
+@given(st.floats(-(2.0**127), 2.0**127))
+def test_a_loss_leaves_a_device_with_twelve_bits(loss):
+    told = LOSS.reported(loss, 5)
+    assert told == pytest.approx(loss, rel=2.0**-12, abs=5e-324)
+    mantissa, _ = math.frexp(told)
+    assert (mantissa * 2**12).is_integer() or abs(told) < 1e-300
+
+
+@pytest.mark.parametrize(
+    ("metric", "value"),
+    [(ACCURACY, 1.5), (ACCURACY, math.nan), (LOSS, math.inf), (LOSS, math.nan), (LOSS, 1e300)],
+)
+def test_a_score_out_of_range_does_not_leave_a_device(metric, value):
+    with pytest.raises(InvalidInput, match=f"the {metric.name} of a device is"):
+        metric.reported(value, 5)
 
 
 def test_values_are_shown_in_percent_or_as_numbers():

@@ -12,6 +12,7 @@ the round. The others have `phase_s`.
 
 A device that was asked for its masked input is spent: whatever happens to the round, it contributes
 for this state no second time, because two sums that differ by one device tell its update.
+An evaluating round can be masked, too: its inputs are scores, and it is not repeated.
 """
 
 from __future__ import annotations
@@ -67,11 +68,10 @@ MAX_KEYS: Final = 4
 """Times that a device may advertise keys in a round: its process may end and begin again."""
 
 
-def begun(state: RunState, chosen: Iterable[str], now_s: float) -> MaskedProgress | None:
-    """Return the first step of a round of these devices; None where updates are in the clear."""
-    if not state.plan.least:
-        return None
-    examples = [state.members[device].examples for device in chosen]
+def begun(state: RunState, chosen: Iterable[str], now_s: float) -> MaskedProgress:
+    """Return the first step of a round of these devices."""
+    members, evaluates = [state.members[device] for device in chosen], state.turn[1]
+    examples = [m.held_out if evaluates else m.examples for m in members]
     # As in `limits.limited`, but by what devices offer: nobody sees the weight of an update.
     cap = min(max(examples), EXAMPLES_FACTOR * int(lower_median(examples)))
     return MaskedProgress(step=MaskedStep.KEYS, opened_s=now_s, cap=cap)
@@ -171,7 +171,7 @@ def complete(
         slower = replace(lease, due=None, reason="enough others were faster")
         state, more = settle(state, slower, Outcome.LATE)
         tells += more
-    needed = max(state.plan.quorum, state.plan.least)
+    needed = state.plan.fewest(evaluates=round_.evaluates)
     if masked.step is MaskedStep.KEYS and answered < needed:
         refusing = next((x for x in round_.leases if x.outcome in UNWILLING), None)
         because = f"; {refusing.device} did not: {refusing.reason}" if refusing else ""
@@ -268,7 +268,9 @@ def advance(state: RunState, masked: MaskedProgress, now_s: float) -> Step:
         state = put_lease(state, replace(lease, taken=masked.step, due=following))
     if following is None:
         return state, ()
-    if following is MaskedStep.INPUTS:
+    assert state.round is not None
+    # The ledgers of devices keep scores apart: one for a state, beside one update.
+    if following is MaskedStep.INPUTS and not state.round.evaluates:
         asked = [x.device for x in taken]
         spent = sorted({*state.spent, *asked})
         state = note_asked(replace(state, spent=tuple(spent)), asked)
@@ -310,7 +312,7 @@ def why_exhausted(state: RunState) -> str:
     if state.rules >= NEWEST_RULES:
         unusable |= {*members_of(state).indexed("used_up").values()}
     left = sum(m.examples > 0 and m.device not in unusable for m in members_of(state).values())
-    needed = max(state.plan.quorum, state.plan.least)
+    needed = state.plan.fewest(evaluates=False)
     if left >= needed:
         return ""
     last = state.history[-1].given_up if state.history else ""

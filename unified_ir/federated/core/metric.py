@@ -10,9 +10,22 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Final
 
 from triplane.proto.errors import InvalidInput
+
+LOSS_BITS: Final = 12
+"""Significant bits of a loss that leaves a device."""
+MOST_LOSS: Final = 2.0**127
+
+
+class Scores(StrEnum):
+    """How the devices of a run score: each to the cloud, as a masked mean, or not at all."""
+
+    CLEAR = "clear"
+    MASKED = "masked"
+    OFF = "off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +47,20 @@ class Metric:
     def admits(self, score: float) -> bool:
         """Return whether a device can have this score."""
         return 0.0 <= score <= 1.0 if self.share else math.isfinite(score)
+
+    def reported(self, score: float, samples: int) -> float:
+        """Return a score as it leaves a device: a share in whole samples, a loss to 12 bits.
+
+        So a graph cannot answer with all digits of a number in a sample. InvalidInput: it is not in
+        [0, 1], or a loss of at most 2^127.
+        """
+        if not self.admits(score) or abs(score) > MOST_LOSS:
+            values = "in [0, 1]" if self.share else f"finite and at most {MOST_LOSS:.2g}"
+            raise InvalidInput(f"the {self.name} of a device is {values}, got {score}")
+        if self.share:
+            return round(score * samples) / samples
+        mantissa, exponent = math.frexp(score)
+        return math.ldexp(round(math.ldexp(mantissa, LOSS_BITS)), exponent - LOSS_BITS)
 
     def text(self, score: float) -> str:
         """Format as "93.1" percent, or "0.3122"."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from triplane.unified_ir.federated.core.lease_base import LeaseBase
 from triplane.unified_ir.federated.core.limits import lower_median
+from triplane.unified_ir.federated.core.metric import Scores
 from triplane.unified_ir.federated.core.run import (
     RULES_WITH_WATCHES,
     UNWILLING,
@@ -55,6 +56,7 @@ def turn_after(state: RunState, number: int) -> tuple[int, bool]:
     """Return the turn after a learning round that is over."""
     every = state.plan.evaluate_every
     judged = number == state.plan.rounds or (every > 0 and number % every == 0)
+    judged = judged and state.plan.scores is not Scores.OFF
     return (number, True) if judged else (number + 1, False)
 
 

@@ -394,7 +394,7 @@ def _open(state: RunState, now_s: float) -> Step:
     # Keys are (rests_until, name): those that rest longer than this round come last.
     able, rested = _count_able(state, number, evaluates=evaluates)
     waited = now_s >= state.since_s + state.plan.patience_s
-    least = 1 if evaluates else state.plan.quorum
+    least = state.plan.fewest(evaluates=evaluates)
     drawn = rested if rested >= least else able  # without a quorum, those who rest as well
     given_up = _given_up(state, now_s)
     # Devices whose patience is over, and those that rest, are not waited for: the round opens with
@@ -408,12 +408,14 @@ def _open(state: RunState, now_s: float) -> Step:
             return _open(_gather(state, (number + 1, False), now_s), now_s)
         return _because(state, waits_for(able, state, evaluates=evaluates)), ()
     names = itertools.islice(_able(state, evaluates=evaluates), drawn)
-    asked = sorted(name for _, name in names) if evaluates else chosen(state, names)
+    is_masked = state.plan.masks(evaluates=evaluates)
+    asks_all = evaluates and not is_masked
+    asked = sorted(name for _, name in names) if asks_all else chosen(state, names)
     attempt = state.attempt
     identify = partial(
         lease_id, state.run, number, evaluates=evaluates, attempt=attempt, epoch=state.epoch
     )
-    masked = None if evaluates else masked_round.begun(state, asked, now_s)
+    masked = masked_round.begun(state, asked, now_s) if is_masked else None
     due, base = masked.step if masked else None, next_base(state)
     leases = tuple(Lease(id=identify(device=x), device=x, due=due, base=base) for x in asked)
     opened = Round(
@@ -487,11 +489,13 @@ def _end(state: RunState, why: str, now_s: float) -> Step:
         state = watched(state, round_, counted, short=short)
         if must_return(state, round_, short=short):
             return _return(state, counted, why, now_s), ()
-    if short:
+    if short and not round_.evaluates:
         return _give_up(state, why, now_s), ()
     if round_.evaluates:
         refusing = [x for x in round_.leases if x.outcome in UNWILLING]
-        needs_scores = state.plan.needs_scores and state.rules >= RULES_WITH_PAUSES
+        # A masked evaluation that is given up says why in its record. It is not repeated: those who
+        # masked a score for this state do so no second time.
+        needs_scores = state.plan.needs_scores and state.rules >= RULES_WITH_PAUSES and not short
         # Devices that were merely away do not stop a run; devices that refuse will refuse again.
         if refusing and needs_scores and not counted:
             state = _unscored(state, refusing, now_s)

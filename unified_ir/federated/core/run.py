@@ -433,6 +433,7 @@ class Exchanged:
     """The answers to a step of a masked round were taken, and there is something for each device.
 
     refused: why an answer was not taken, by device. failure: why the round cannot go on, or empty.
+    score: of the last step of an evaluating round, the means over its cohort.
     """
 
     at_s: float
@@ -441,6 +442,7 @@ class Exchanged:
     step: MaskedStep
     refused: Mapping[str, str]
     failure: str = ""
+    score: Score | None = field(default=None, metadata=ADDED)
     left_out: tuple[LostGroup, ...] = field(default=(), metadata=ADDED)
 
 
@@ -536,25 +538,13 @@ class Failed:
     reason: str
 
 
+# fmt: off
 Event = (
-    Joined
-    | Left
-    | Restarted
-    | Asked
-    | Arrived
-    | Answered
-    | Masked
-    | Exchanged
-    | Scored
-    | Refused
-    | Declined
-    | Tick
-    | Reduced
-    | Finished
-    | Stopped
-    | Resumed
-    | Failed
+    Joined | Left | Restarted | Asked | Arrived | Answered
+    | Masked | Exchanged | Scored | Refused | Declined | Tick
+    | Reduced | Finished | Stopped | Resumed | Failed
 )
+# fmt: on
 
 
 # Effects.

@@ -8,6 +8,7 @@ from typing import Final
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.masked_step import PHASE_S
+from triplane.unified_ir.federated.core.metric import Scores
 from triplane.unified_ir.federated.privacy.budget import RunBudget
 
 OMIT_DEFAULT: Final = "omit_default"
@@ -23,9 +24,9 @@ ADDED: Final = {OMIT_DEFAULT: True}
 class RunPlan:
     """The plan of a run; see `Cohort` in federation.proto.
 
-    devices: updates that complete a round. asked: leases given for it, at least `devices`.
-    quorum: least number of updates at the deadline; with fewer the round is abandoned.
-    evaluate_every: 0 to evaluate after the last round only. needs_scores: whether an evaluation
+    devices: updates that complete a round. asked: leases given for it, at least `devices`. quorum:
+    least number of updates at the deadline; with fewer the round is abandoned. scores: how devices
+    score; evaluate_every: 0 to do so after the last round only. needs_scores: whether an evaluation
     that every device declines stops the run; it is off with an external strategy, because the apps
     of the devices' owners often cannot evaluate. returns: how often the run may return from a
     spoilt state to its last good one; see `spoilt`. least: fewest devices with which a masked round
@@ -49,6 +50,7 @@ class RunPlan:
     clip: float = field(default=0.0, metadata=ADDED)
     least: int = field(default=0, metadata=ADDED)
     phase_s: float = field(default=PHASE_S, metadata=ADDED)
+    scores: Scores = field(default=Scores.CLEAR, metadata=ADDED)
 
     def __post_init__(self) -> None:
         if not 1 <= self.quorum <= self.devices <= self.asked or self.rounds < 1:
@@ -63,3 +65,13 @@ class RunPlan:
             )
         if self.budget is not None and self.budget.most_rounds(self.rounds) < self.rounds:
             raise InvalidInput(f"{self.rounds} rounds do not fit into the budget {self.budget}")
+
+    def fewest(self, *, evaluates: bool) -> int:
+        """Return the fewest devices with which a round begins."""
+        if evaluates:
+            return self.least if self.scores is Scores.MASKED else 1
+        return max(self.quorum, self.least)
+
+    def masks(self, *, evaluates: bool) -> bool:
+        """Return whether such a round is masked."""
+        return bool(self.least) and (not evaluates or self.scores is Scores.MASKED)
