@@ -413,6 +413,21 @@ def test_devices_of_a_group_learn_that_a_round_was_given_up_with_it():
     assert (state.history[-1].given_up, state.history[-1].lost) == ("1 of 2 groups is left: g", 4)
 
 
+def test_a_silent_device_is_asked_again_where_the_others_are_fewer_than_a_masked_round_needs():
+    """The least of all groups may be more than the quorum."""
+    names = DEVICES[:4]
+    state = through(begun(quorum=2, least=4, rounds=3), names, INPUTS)
+    state, _ = answered(state, names[:3])
+    state, _ = step(state, Tick(at_s=31.0))
+    state, _ = step(state, exchanged(state, 32.0))
+    state = through(state, names[:3], REVEALS, 33.0)
+    state, _ = answered(state, names[:3], 33.0)
+    state, _ = step(state, exchanged(state, 34.0))
+    assert state.members[names[3]].rests_until > 2
+    state, _ = step(state, Reduced(at_s=35.0, number=1, shared="s1"))
+    assert [x.device for x in state.round.leases] == [*names]
+
+
 def test_a_group_with_a_device_that_was_lost_before_is_left_out_without_it():
     names = DEVICES[:4]
     state = through(begun(), names, INPUTS)
