@@ -238,7 +238,7 @@ def test_a_cohort_of_each_size_that_a_round_may_have_can_be_masked():
     request = grouped(300, groups=8, masking={"colluding_share": 0.1, "lost_share": 0.1})
     with_defaults(request)
     request.cohort.quorum = 248 / 300
-    # 248 devices have groups of 31, which begin with no loss to spare; of 34 devices, 3 are one too many.
+    # Groups of 31 tolerate no loss; those of 34 have to tolerate 3, one too many.
     message = "a round may have only 265 of 300 devices.* 3 lost and 27 colluding of 34 devices"
     with pytest.raises(InvalidInput, match=message):
         with_defaults(request)
