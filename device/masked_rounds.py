@@ -170,7 +170,8 @@ class _Agreed:
     def of(cls, task: Task, state: bytes) -> _Agreed:
         step, work = task.document.masking, task.work
         base = score_base(state) if task.kind == "evaluate" else state
-        digest = wire.encoding_digest(step.encoding)
+        sampling = task.document.sampling
+        digest = wire.encoding_digest(step.encoding, sampling, **_variances(task.noise))
         terms = wire.terms_of(
             step.terms, run=work.run, round_=work.round, base=base, encoding=digest
         )
@@ -390,15 +391,20 @@ def _encoding_of(
     }
     sizes = {role: sum(like[name].size for name in names) for role, names in kinds.items()}
     norms = {PARAMETER: message.norm, BUFFER: message.buffer_norm}
-    variance, bit_variance = (0, 0) if noise is None else (noise.variance, noise.bit_variance)
     encoding = wire.encoding_of(
-        message, sizes[PARAMETER], sizes[BUFFER],
-        variance=variance, bit_variance=bit_variance, least=least,
-    )  # fmt: skip
+        message, sizes[PARAMETER], sizes[BUFFER], least=least, **_variances(noise)
+    )
     used = [role for role in kinds if sizes[role]]
     for role in used:
         check_norm(norms[role])
     return tuple(kinds[role] for role in used), tuple(norms[role] for role in used), encoding
+
+
+def _variances(noise: NoiseTask | None) -> dict[str, int]:
+    """Return those of the noise of each device, in its update and in its bit."""
+    if noise is None:
+        return {}
+    return {"variance": noise.variance, "bit_variance": noise.bit_variance}
 
 
 def _check_fields(fields: Sequence[MaskedField], expected: Sequence[MaskedField]) -> None:

@@ -141,7 +141,8 @@ def noted(round_: Round) -> str:
     """Return "2 updates above the norm bound", what is said of a masked round, or nothing."""
     if not round_.scaled:
         bound = f"norm bound {round_.norm_bound:.3g}" if round_.norm_bound else ""
-        return f"left out: {round_.left_out}" if round_.left_out else bound
+        left_out = f"left out: {round_.left_out}" if round_.left_out else ""
+        return ", ".join(filter(None, (bound, left_out)))
     return f"{round_.scaled} update{'s' if round_.scaled > 1 else ''} above the norm bound"
 
 

@@ -245,7 +245,7 @@ class MaskedCohorts:
             lost_share=masking.lost_share,
             colluding_share=masking.colluding_share,
             failure=masking.failure,
-            encoding=wire.encoding_digest(encoding.message),
+            encoding=encoding.digest(record.spec.sampling),
         )
         message = pb.MaskingStep(terms=wire.terms_message(terms), encoding=encoding.message)
         return RoundTerms(terms, encoding, encoding.norms, message)

@@ -46,6 +46,11 @@ class RoundEncoding:
         """Deviation of the noise in each device's clipping bit; 0 without."""
         return 0.0 if self.bit_noise is None else float(self.bit_noise.variance**0.5)
 
+    def digest(self, sampling: pb.Sampling) -> bytes:
+        """Return what the terms of the round name it by. sampling: of the run's devices."""
+        noise, bit = (0 if x is None else x.variance for x in (self.noise, self.bit_noise))
+        return wire.encoding_digest(self.message, sampling, variance=noise, bit_variance=bit)
+
     @property
     def norms(self) -> tuple[float, ...]:
         """The largest norm of each section; a model that learns has parameters."""

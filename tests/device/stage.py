@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 from tests.cloud.federation.given import POPULATION
 from tests.federated.core import plans
+from tests.support.masked_rounds import SAMPLING
 from tests.support.plan_signatures import PlanSigner
 
 from triplane.cloud.identity.authority import Authority
@@ -110,7 +111,7 @@ class Stage(SessionServicer):
             "run": RUN,
             "round": 1,
             "lease": lease(number),
-            "sampling": pb.Sampling(steps=3, batch_size=4, support=4, query=3),
+            "sampling": SAMPLING,
             "seed": 7,
             "deadline_s": 60.0,
         }

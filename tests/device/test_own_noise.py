@@ -66,25 +66,35 @@ def test_without_a_charge_nothing_is_added():
     assert (vectors[0] == 127).all()
 
 
-def test_noise_that_changes_between_two_steps_is_another_round():
-    def agreed(noise):
-        asked = MaskedRound("0" * 16, 1, bytes(32), parameters=500, buffers=0, encoding={"cap": 1})
-        task = Task(
-            kind="learn", lease="00" * 16, plan=Blob(bytes(32), 1), state=Blob(bytes(32), 1),
-            work=plans.WORK, until_s=0.0, noise=noise, step="keys",
-            document=pb.Task(masking=asked.step()),
-        )  # fmt: skip
-        return _Agreed.of(task, bytes(32))
+NOISED = NoiseTask(clip=CLIP, event=NoiseEvent(5.0, 1, CONCENTRATED), variance=900)
 
-    event = NoiseEvent(5.0, 1, CONCENTRATED)
-    first = NoiseTask(clip=CLIP, event=event, variance=900)
-    assert agreed(first) == agreed(replace(first))
+
+def agreed(noise, **sampling):
+    asked = MaskedRound("0" * 16, 1, bytes(32), parameters=500, buffers=0, encoding={"cap": 1})
+    task = Task(
+        kind="learn", lease="00" * 16, plan=Blob(bytes(32), 1), state=Blob(bytes(32), 1),
+        work=plans.WORK, until_s=0.0, noise=noise, step="keys",
+        document=pb.Task(masking=asked.step(), sampling=pb.Sampling(**sampling)),
+    )  # fmt: skip
+    return _Agreed.of(task, bytes(32))
+
+
+def test_noise_that_changes_between_two_steps_is_another_round():
+    assert agreed(NOISED) == agreed(replace(NOISED))
     for other in (
         None,
-        replace(first, variance=899),
-        replace(first, event=replace(event, noise_multiplier=6.0)),
+        replace(NOISED, variance=899),
+        replace(NOISED, event=replace(NOISED.event, noise_multiplier=6.0)),
     ):
-        assert agreed(first) != agreed(other)
+        assert agreed(NOISED) != agreed(other)
+
+
+def test_all_devices_of_a_round_sign_that_they_learn_alike_and_add_the_same_noise():
+    """Otherwise a cloud tells those on whose noise a device relies to add less of it."""
+    others = NOISED, replace(NOISED, variance=899), replace(NOISED, bit_variance=5)
+    made = [agreed(noise) for noise in others]
+    made += [agreed(NOISED, **{name: 1}) for name in ("steps", "batch_size", "support", "query")]
+    assert len({x.terms.encode() for x in made}) == 7
 
 
 TERMS = {"clip": CLIP, "multiplier": 5.0, "separation": 1, "delta": 1e-5, "own_std": 400.0}

@@ -79,8 +79,9 @@ def check_round(devices, number):
     sizes = [sum(secrets.change[n].size for n in names) for names in secrets.sections]
     encoding = wire.encoding_of(task.masking.encoding, *sizes, *([0] if len(sizes) == 1 else []))
     terms = wire.terms_of(
-        task.masking.terms, run=task.run, round_=task.round, base=task.state.sha256
-    )
+        task.masking.terms, run=task.run, round_=task.round, base=task.state.sha256,
+        encoding=wire.encoding_digest(task.masking.encoding, task.sampling),
+    )  # fmt: skip
     assert terms.groups == 4
     norms = (task.masking.encoding.norm,) * len(sizes)
     cohort = MaskedCohort(terms, encoding, norms, fewest=FewestLeft(3, 9))

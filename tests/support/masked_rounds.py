@@ -19,6 +19,7 @@ from triplane.unified_ir.federated.masking import (
 )
 
 ENCODING = {"norm": 2.0, "buffer_norm": 1.0, "bits": 8, "cap": 32, "seed": 5}
+SAMPLING = pb.Sampling(steps=3, batch_size=4, support=4, query=3)
 
 
 class ListedKeys:
@@ -39,7 +40,7 @@ class MaskedRound:
     ):
         self.encoding = pb.MaskingEncoding(**{**ENCODING, **dict(encoding)})
         self.codec = wire.encoding_of(self.encoding, parameters, buffers)
-        digest = wire.encoding_digest(self.encoding)
+        digest = wire.encoding_digest(self.encoding, SAMPLING)
         message = pb.MaskingTerms(
             **{
                 "attempt": 0, "least": 3, "lost_share": 0.3, "colluding_share": 0.0,

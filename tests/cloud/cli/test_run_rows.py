@@ -107,3 +107,5 @@ def test_a_masked_run_in_groups_says_what_a_group_is():
     reason = "group 2 of 5: too few"
     round_ = Round(number=1, asked=30, counted=24, closed_s=2.0, opened_s=1.0, left_out=reason)
     assert round_row(round_)[-1] == "left out: group 2 of 5: too few"
+    round_.norm_bound = 0.25
+    assert round_row(round_)[-1] == "norm bound 0.25, left out: group 2 of 5: too few"

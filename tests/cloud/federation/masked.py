@@ -206,9 +206,12 @@ class MaskedDevice(Device):
         )
 
     def _advertised(self, task, base, encoding, vectors, *kept):
+        variance, bit_variance = round(task.noise.own_std**2), round(task.noise.own_bit_std**2)
         terms = wire.terms_of(
             task.masking.terms, run=task.run, round_=task.round, base=base,
-            encoding=wire.encoding_digest(task.masking.encoding),
+            encoding=wire.encoding_digest(
+                task.masking.encoding, task.sampling, variance=variance, bit_variance=bit_variance
+            ),
         )  # fmt: skip
         assert terms.fields == encoding.fields
         known: dict = {}

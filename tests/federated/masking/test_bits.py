@@ -142,29 +142,30 @@ def test_both_sides_derive_the_bits_and_refuse_what_makes_no_sense():
             wire.encoding_of(message, 40, 0, **options)
 
 
-def test_the_terms_of_a_round_with_bits_name_its_encoding_and_those_of_others_are_as_before():
-    """So devices that a cloud tells different norms have no cohort with each other."""
+def test_the_terms_of_a_round_name_its_encoding_and_its_noise():
+    """So devices that a cloud tells different norms, or noise, have no cohort with each other."""
     message = pb.MaskingTerms(least=3, lost_share=0.1, failure=1e-6)
     message.fields.add(entries=256, bits=8)
     options: dict[str, Any] = {"run": "r1", "round_": 2, "base": bytes(32)}
-    plain = wire.terms_of(
-        message, **options, encoding=wire.encoding_digest(encoding_message(bit_share=0))
-    )
+    plain = wire.terms_of(message, **options)
     before = statement(
         "terms", b"r1", bytes(32), struct.pack(">4Q", 2, 0, 0, 3),
         struct.pack(">3d", 0.1, 0.0, 1e-6), struct.pack(">QII", 256, 8, 0),
     )  # fmt: skip
     assert plain.encode() == before
     digests = {
-        wire.encoding_digest(encoding_message(**changes))
+        wire.encoding_digest(encoding_message(**changes), pb.Sampling())
         for changes in (
             {}, {"norm": 0.6}, {"buffer_norm": 0.5}, {"bit_share": 1.0}, {"cap": 9}, {"seed": 4},
-            {"bits": 9},
+            {"bits": 9}, {"bit_share": 0.0},
         )
+    } | {
+        wire.encoding_digest(encoding_message(), pb.Sampling(), variance=900),
+        wire.encoding_digest(encoding_message(), pb.Sampling(), variance=900, bit_variance=4),
     }  # fmt: skip
-    assert len(digests) == 7
+    assert len(digests) == 10
     terms = [wire.terms_of(message, **options, encoding=d).encode() for d in sorted(digests)]
-    assert len({*terms, before}) == 8
+    assert len({*terms, before}) == 11
     with pytest.raises(InvalidInput, match="named by SHA-256, got 3 bytes"):
         wire.terms_of(message, **options, encoding=b"abc")
     assert MaskingTerms.__dataclass_fields__["encoding"].default == b""

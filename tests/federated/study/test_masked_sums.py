@@ -283,3 +283,9 @@ def test_groups_compose_with_noise_of_devices_and_leave_frozen_tensors_alone():
 def test_what_does_not_go_with_masking_is_refused(options, words):
     with pytest.raises(InvalidInput, match=words):
         simulate(given.module(), given.shards(9), given.study(**{"devices": 3, **options}))
+
+
+@pytest.mark.parametrize("norm", [1e-9, 1e9, float("nan")])
+def test_a_bound_out_of_range_is_refused_before_anything_is_learned(norm):
+    with pytest.raises(InvalidInput, match="a clipping norm is 1e-06 to 1e\\+06"):
+        MaskedStudy(norm=norm)

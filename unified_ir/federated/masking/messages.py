@@ -50,9 +50,10 @@ class MaskingTerms:
     which is masked apart; see `group_sessions`. group: from 1 in the terms of one of several
     groups, 0 until the keys of all devices have decided who is in which. least: fewest devices, of
     a group, whose sum may be unmasked. lost_share, colluding_share, failure: see
-    `choose_parameters`. fields: the vectors. encoding: SHA-256 of what the integers mean, or empty
-    in rounds without clipping bits, whose bytes are those of earlier releases. It keeps a cloud
-    from telling one device another norm than the others, so that the sum of bits has its bit alone.
+    `choose_parameters`. fields: the vectors. encoding: SHA-256 of what the integers mean, of the
+    noise in them and of how devices learn; empty where that is agreed on in another way. It keeps a
+    cloud from telling all devices but one a norm next to which their updates are nothing, or less
+    noise than that one relies on, or few steps: the sum would be its update.
     """
 
     run: str

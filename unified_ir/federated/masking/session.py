@@ -170,7 +170,8 @@ def check_advertisement(
     if not verifier.verifies(advertisement.device, signed, advertisement.signature):
         raise InvalidInput(
             f"the round keys of {advertisement.device!r} are not signed by its identity key for "
-            f"run {terms.run!r}, round {terms.round}, attempt {terms.attempt} and this base state"
+            f"run {terms.run!r}, round {terms.round}, attempt {terms.attempt}, this base state, "
+            "and the same norm, noise and steps; devices of earlier builds sign less"
         )
 
 

@@ -82,13 +82,21 @@ def terms_of(
     )
 
 
-def encoding_digest(message: pb.MaskingEncoding) -> bytes:
-    """Return what the terms of a round with clipping bits name its encoding by; else empty."""
-    if not message.bit_share:
-        return b""
+def encoding_digest(
+    message: pb.MaskingEncoding,
+    sampling: pb.Sampling,
+    *,
+    variance: int = 0,
+    bit_variance: int = 0,
+) -> bytes:
+    """Return what the terms of a round name its encoding by, and how its devices learn.
+
+    variance, bit_variance: see `encoding_of`.
+    """
     numbers = (message.norm, message.buffer_norm, message.bit_share)
-    whole = (message.bits, message.cap, message.seed)
-    return hashlib.sha256(struct.pack(">3d3Q", *numbers, *whole)).digest()
+    whole = (message.bits, message.cap, message.seed, variance, bit_variance)
+    sizes = (sampling.steps, sampling.batch_size, sampling.support, sampling.query)
+    return hashlib.sha256(struct.pack(">3d9Q", *numbers, *whole, *sizes)).digest()
 
 
 def encoding_of(

@@ -31,7 +31,7 @@ from triplane.unified_ir.federated.masking.noise import (
     with_noise_bits,
 )
 from triplane.unified_ir.federated.masking.parameters import MaskingParameters, choose_parameters
-from triplane.unified_ir.federated.privacy.clipping import clip, l2_norm
+from triplane.unified_ir.federated.privacy.clipping import check_norm, clip, l2_norm
 from triplane.unified_ir.federated.privacy.distributed import DistributedNoise
 from triplane.unified_ir.federated.privacy.settings import DISTRIBUTED, DifferentialPrivacy
 
@@ -59,6 +59,9 @@ class MaskedStudy:
     colluding_share: float = defaults.COLLUDING_SHARE
     failure: float = defaults.MASK_FAILURE
     groups: int = 1
+
+    def __post_init__(self) -> None:
+        check_norm(self.norm)
 
     def parameters(self, devices: int) -> list[MaskingParameters]:
         """Return what a round of `devices` uses, for each size of its groups, the largest first.
