@@ -247,7 +247,9 @@ class MaskedCohort:
         self._left_out[text] = tuple(devices)
 
     def _check_left(self) -> None:
-        """Raise Unavailable unless the groups that are left are enough for a state."""
+        """Raise Unavailable if groups were left out and the others are not enough for a state."""
+        if not self._left_out:
+            return  # a device whose keys were refused is a loss that the masking tolerates
         devices = sum(len(group.session) for group in self._groups.values())
         fewest = self._fewest
         if len(self._groups) >= fewest.groups and devices >= fewest.devices:

@@ -158,19 +158,20 @@ def _parameters(masking: pb.MaskedRounds, cohort: int) -> list[MaskingParameters
 
 
 def _fill_parameters(masking: pb.MaskedRounds, devices: int, quorum: int) -> None:
-    """Check that the smallest and the largest cohort of a run can be masked."""
+    """Check that a cohort of each size that a round of the run may have can be masked."""
     masking.failure = masking.failure or defaults.MASK_FAILURE
     chosen = _parameters(masking, devices)
     if masking.groups:
         # What the colluders of a small group demand, so that a round begins with enough for it.
         masking.least = max(x.least for x in chosen)
     fewest = max(quorum, fewest_devices(masking))
-    if fewest < devices:
+    # Not only the smallest one: colluders and losses are whole numbers, so others may be worse off.
+    for cohort in range(fewest, devices):
         try:
-            _parameters(masking, fewest)
+            _parameters(masking, cohort)
         except InvalidInput as error:
             raise InvalidInput(
-                f"a round may have only {fewest} of {devices} devices, by its quorum and least "
+                f"a round may have only {cohort} of {devices} devices, by its quorum and least "
                 f"cohort: {error}"
             ) from error
 

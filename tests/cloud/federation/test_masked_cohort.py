@@ -354,6 +354,17 @@ def test_a_round_with_too_few_groups_left_is_given_up(fewest, text):
         _ = play.cohort.means
 
 
+def test_a_device_whose_keys_are_refused_is_a_loss_that_a_round_without_groups_tolerates():
+    play = Play(fewest=FewestLeft(1, len(NAMES)))
+    first, *others = play.honest(MaskedStep.KEYS)
+    first.message.keys.signature = bytes(70)
+    refused, failure = play.cohort.take(MaskedStep.KEYS, [first, *others])
+    assert ([*refused], failure) == (["ann"], "")
+    for step in STEPS[1:]:
+        assert play.cohort.take(step, play.honest(step, NAMES[1:])) == ({}, "")
+    assert play.cohort.means[0].devices == len(NAMES) - 1
+
+
 def test_the_sender_of_garbage_is_refused_with_its_group():
     play = Groups()
     play.take(MaskedStep.KEYS)

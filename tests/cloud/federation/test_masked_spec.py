@@ -234,6 +234,18 @@ def test_groups_that_cannot_be_are_refused_by_name(fields, message):
         with_defaults(grouped(**fields))
 
 
+def test_a_cohort_of_each_size_that_a_round_may_have_can_be_masked():
+    request = grouped(300, groups=8, masking={"colluding_share": 0.1, "lost_share": 0.1})
+    with_defaults(request)
+    request.cohort.quorum = 248 / 300
+    # Groups of 31 tolerate no loss; those of 34 have to tolerate 3, one too many.
+    message = "a round may have only 265 of 300 devices.* 3 lost and 27 colluding of 34 devices"
+    with pytest.raises(InvalidInput, match=message):
+        with_defaults(request)
+    request.cohort.quorum = 288 / 300
+    with_defaults(request)
+
+
 def test_devices_add_noise_for_the_fewest_honest_ones_of_a_group():
     noise = pb.Noise(placement="distributed", epsilon=8, clip=0.5, delta=1e-5)
     options = {"masking": {"colluding_share": 0.05}, "norm_bound": ""}

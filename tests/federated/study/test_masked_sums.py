@@ -103,6 +103,16 @@ def test_noise_of_devices_is_enough_in_the_sum_of_each_group():
         assert np.std(10 * flat(mean)) > privacy.multiplier * 2.0
 
 
+def test_with_noise_groups_of_different_sizes_are_divided_by_the_same_number():
+    """As in a run, so that a mean of few devices has no more noise; decision 0082."""
+    privacy = replace(OWN, clip=2.0, multiplier=0.02)
+    (change,) = changes(1)
+    masking = replace(GROUPED, cap=1, colluding_share=0.0)
+    means = masked_means([(1, change)] * 10, masking, draws=draws(), privacy=privacy)
+    lengths = [flat(mean) @ flat(change) for mean in means]
+    assert lengths == pytest.approx([4 * 3 / 10, 3 * 3 / 10, 3 * 3 / 10], abs=0.08)
+
+
 class Watching(LyingServer):
     """A server that keeps what the devices of the first round send."""
 

@@ -309,11 +309,11 @@ def _exchange(state: RunState, event: Exchanged) -> Step:
         return state, ()
     assert state.round is not None
     state, effects = masked_round.refuse(state, sorted(event.refused.items()))
-    state, more = masked_round.leave_out(state, event.left_out)
-    effects += more
-    if event.failure:
+    if event.failure:  # which says what it is of groups: the round does not go on without them
         state, more = _end_masked(state, event.failure, event.at_s)
         return state, effects + more
+    state, more = masked_round.leave_out(state, event.left_out)
+    effects += more
     assert state.round is not None
     masked = state.round.masked
     assert masked is not None

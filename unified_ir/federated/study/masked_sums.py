@@ -206,11 +206,21 @@ def means_and_bits(
     draws: Draws,
     privacy: DifferentialPrivacy | None,
 ) -> list[tuple[dict[str, Array], tuple[int, ...]]]:
-    """Return the mean of each group and the sum of its bits; see `masked_means`."""
+    """Return the mean of each group and the sum of its bits; see `masked_means`.
+
+    With noise, each group is divided by the devices of a round over the groups, as in a run.
+    """
     words, devices = draws.words(5), len(updates)
     sums = masked_sum(updates[0][1], masking, devices=devices, seed=int(words[0]), privacy=privacy)
     groups = groups_of(words[1:].tobytes(), devices, masking.groups)
-    return [replace(sums, devices=len(g)).mean_and_bits([updates[i] for i in g]) for g in groups]
+    pairs = [replace(sums, devices=len(g)).mean_and_bits([updates[i] for i in g]) for g in groups]
+    if privacy is None:
+        return pairs
+    shares = [len(g) * masking.groups / devices for g in groups]
+    return [
+        ({n: x * share for n, x in mean.items()}, bits)
+        for share, (mean, bits) in zip(shares, pairs, strict=True)
+    ]
 
 
 def masked_sum(

@@ -10,6 +10,7 @@ from tests.federated.core.rules.runs import DEVICES, fresh, opcodes, open_lease,
 
 from triplane.cloud.federation.coding import from_json, to_json
 from triplane.unified_ir.federated.core.masked_round import (
+    GIVEN_UP,
     GROUP_LEFT_OUT,
     MAX_KEYS,
     answer_of,
@@ -401,6 +402,30 @@ def test_a_group_that_is_left_out_counts_for_nothing_and_stays_spent(what):
     # Before inputs were asked for, the devices of the group have masked nothing.
     assert set(state.spent) == ({*names} if what.is_at_least(INPUTS) else {names[0], names[2]})
     assert state.refusals == {}
+
+
+def test_devices_of_a_group_learn_that_a_round_was_given_up_with_it():
+    names = DEVICES[:4]
+    state, _ = answered(through(begun(), names, INPUTS), names)
+    group = LostGroup(devices=names[2:], reason="g")
+    state, _ = step(state, exchanged(state, left_out=(group,), failure="1 of 2 groups is left: g"))
+    assert {state.members[name].settled.reason for name in names} == {GIVEN_UP}
+    assert (state.history[-1].given_up, state.history[-1].lost) == ("1 of 2 groups is left: g", 4)
+
+
+def test_a_silent_device_is_asked_again_where_the_others_are_fewer_than_a_masked_round_needs():
+    """The least of all groups may be more than the quorum."""
+    names = DEVICES[:4]
+    state = through(begun(quorum=2, least=4, rounds=3), names, INPUTS)
+    state, _ = answered(state, names[:3])
+    state, _ = step(state, Tick(at_s=31.0))
+    state, _ = step(state, exchanged(state, 32.0))
+    state = through(state, names[:3], REVEALS, 33.0)
+    state, _ = answered(state, names[:3], 33.0)
+    state, _ = step(state, exchanged(state, 34.0))
+    assert state.members[names[3]].rests_until > 2
+    state, _ = step(state, Reduced(at_s=35.0, number=1, shared="s1"))
+    assert [x.device for x in state.round.leases] == [*names]
 
 
 def test_a_group_with_a_device_that_was_lost_before_is_left_out_without_it():
