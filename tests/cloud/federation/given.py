@@ -36,9 +36,6 @@ FEATURES, CLASSES = 6, 3
 POPULATION = "labs"
 MODELS = ("tiny", "own", "wide", "sine")
 """Models of tests whose plans the cloud's key may sign."""
-AT_WORK = ThreadPoolExecutor(64)
-"""Threads of devices. In those of the loop, devices that wait for a cloud of the same process could
-take all there are, which is six on two cores, and leave the cloud none to answer with."""
 
 
 def model_bytes(folder, seed=0, hidden=8, *, normalized=False):
@@ -77,11 +74,6 @@ def make_home(folder):
         folder / "keys",
     )
     return home
-
-
-async def apart(work, *arguments):
-    """What the work of a device returns, in a thread of devices."""
-    return await asyncio.get_running_loop().run_in_executor(AT_WORK, work, *arguments)
 
 
 async def registered(cloud, folder, seed=0):
@@ -171,6 +163,7 @@ class Device:
             greeting=self.offer,
         )  # fmt: skip
         self.channel = connect(self.identity)
+        self.threads = ThreadPoolExecutor(2)
         tasks = [asyncio.create_task(self.client.run()), asyncio.create_task(self._obey())]
         try:
             yield self
@@ -179,9 +172,18 @@ class Device:
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)
             self.channel.close()
+            self.threads.shutdown(wait=False)
             for result in results:
                 if isinstance(result, Exception):
                     raise result
+
+    async def apart(self, work, *arguments):
+        """What the work returns, in a thread of the device's own.
+
+        In those of the loop, devices that wait for a cloud of the same process could take all
+        there are, which is six on two cores, and leave the cloud none to answer with.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self.threads, work, *arguments)
 
     async def _obey(self):
         done = set()
@@ -212,7 +214,7 @@ class Device:
         """Once the cloud is there to fetch from and to send to, however often it dies."""
         while True:
             try:
-                return await apart(self.learn, task)
+                return await self.apart(self.learn, task)
             except Unavailable:
                 await self.client.connected.wait()
 

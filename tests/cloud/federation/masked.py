@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from tests.cloud.federation.given import Device, Kept, apart, start_request, work_of
+from tests.cloud.federation.given import Device, Kept, start_request, work_of
 
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import Conflict, InvalidInput
@@ -118,7 +118,7 @@ class MaskedDevice(Device):
 
     async def _answered(self, task, step):
         try:
-            message = await apart(self.answer, task, step)
+            message = await self.apart(self.answer, task, step)
         except (InvalidInput, Conflict) as error:
             sent = pb.Contribution(run=task.run, round=task.round, lease=task.lease)
             sent.declined = str(error)
