@@ -161,12 +161,7 @@ def _lose_picked(x: Array, index: Array, _value: Array, _shape: Array) -> None:
 def _largest(flat: Array, k: int) -> Array:
     if k >= len(flat):
         return np.arange(len(flat), dtype=np.uint32)
-    # O(n), where sorting would be O(n log n): only the k-th largest value has to be found.
-    sizes = np.abs(flat)
-    sizes.partition(len(sizes) - k)
-    edge = sizes[len(sizes) - k]
-    del sizes
-    # In chunks, because a device has no memory for more arrays as long as its parameters.
+    edge = _kth_largest(flat, k)
     above, equal, left = [], [], k
     for at in range(0, len(flat), CHUNK):
         part = np.abs(flat[at : at + CHUNK])
@@ -175,6 +170,30 @@ def _largest(flat: Array, k: int) -> Array:
         left -= len(equal[-1])
     larger = np.concatenate(above)
     return np.sort(np.concatenate([larger, np.concatenate(equal)[: k - len(larger)]]))
+
+
+def _kth_largest(flat: Array, k: int) -> Array:
+    """Return the k-th largest absolute value, by 16 bits at a time.
+
+    In chunks, because a device has no memory for another array as long as its parameters. Without
+    their sign, the bits of floating-point numbers are ordered as their absolute values.
+    """
+    kind = np.dtype(f"u{flat.itemsize}")
+    unsigned, bits = flat.view(kind), 8 * flat.itemsize
+    found = 0
+    for shift in range(bits - 16, -1, -16):
+        counts = np.zeros(1 << 16, np.int64)
+        for at in range(0, len(flat), CHUNK):
+            part = unsigned[at : at + CHUNK] & kind.type((1 << (bits - 1)) - 1)
+            if shift + 16 < bits:
+                part = part[part >> kind.type(shift + 16) == found]
+            digits = (part >> kind.type(shift)) & kind.type(0xFFFF)
+            counts += np.bincount(digits.astype(np.intp), minlength=1 << 16)
+        above = np.cumsum(counts[::-1])  # from the largest digit down
+        digit = (1 << 16) - 1 - int(np.searchsorted(above, k))
+        k -= int(above[-1 - digit] - counts[digit])
+        found = found << 16 | digit
+    return np.array(found, kind).view(flat.dtype)
 
 
 def _scatter(index: Array, value: Array, shape: Array) -> Array:
