@@ -180,20 +180,20 @@ def _kth_largest(flat: Array, k: int) -> Array:
     """
     kind = np.dtype(f"u{flat.itemsize}")
     unsigned, bits = flat.view(kind), 8 * flat.itemsize
-    found = 0
+    prefix = 0
     for shift in range(bits - 16, -1, -16):
         counts = np.zeros(1 << 16, np.int64)
         for at in range(0, len(flat), CHUNK):
             part = unsigned[at : at + CHUNK] & kind.type((1 << (bits - 1)) - 1)
             if shift + 16 < bits:
-                part = part[part >> kind.type(shift + 16) == found]
+                part = part[part >> kind.type(shift + 16) == prefix]
             digits = (part >> kind.type(shift)) & kind.type(0xFFFF)
             counts += np.bincount(digits.astype(np.intp), minlength=1 << 16)
         above = np.cumsum(counts[::-1])  # from the largest digit down
         digit = (1 << 16) - 1 - int(np.searchsorted(above, k))
         k -= int(above[-1 - digit] - counts[digit])
-        found = found << 16 | digit
-    return np.array(found, kind).view(flat.dtype)
+        prefix = prefix << 16 | digit
+    return np.array(prefix, kind).view(flat.dtype)
 
 
 def _scatter(index: Array, value: Array, shape: Array) -> Array:
