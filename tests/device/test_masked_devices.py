@@ -87,8 +87,13 @@ async def masked_by(stage, files, **terms):
 
 
 def kill_child(client):
-    """Kill the process that does the tasks of a client, as `kill -9` does."""
-    client._working._runner._child.kill()
+    """Kill the process that does the tasks of a client, as `kill -9` does, and wait for its end.
+
+    A task that came before its end would be declined because it ended.
+    """
+    child = client._working._runner._child
+    child.kill()
+    assert child.ends_within(30.0)
 
 
 async def played(folder, graphs, names, kills=()):
