@@ -121,8 +121,9 @@ def least_and_honest(spec: pb.Spec) -> tuple[int, int] | None:
     """
     if not spec.HasField("masking"):
         return None
-    chosen = _parameters(spec.masking, spec.cohort.devices)
-    return min(x.least for x in chosen), min(x.least - x.colluding for x in chosen)
+    from triplane.unified_ir.federated.masking import groups
+
+    return groups.least_and_honest(_parameters(spec.masking, spec.cohort.devices))
 
 
 def follows_updates(spec: pb.Spec) -> bool:
@@ -139,22 +140,18 @@ def first_norm(spec: pb.Spec) -> float:
     return first_bound(spec.robustness.norm_bound, START)
 
 
-def _parameters(masking: pb.MaskedRounds, cohort: int) -> list[MaskingParameters]:
+def _parameters(masking: pb.MaskedRounds, cohort: int) -> tuple[MaskingParameters, ...]:
     """Return the parameters for each size of the groups of a cohort, the smallest first."""
-    from triplane.unified_ir.federated.masking.groups import group_sizes
-    from triplane.unified_ir.federated.masking.parameters import choose_parameters
+    from triplane.unified_ir.federated.masking.groups import group_parameters
 
-    return [
-        choose_parameters(
-            size,
-            cohort=cohort,
-            least=masking.least,
-            lost_share=masking.lost_share,
-            colluding_share=masking.colluding_share,
-            failure=masking.failure,
-        )
-        for size in sorted(set(group_sizes(cohort, masking.groups or 1)))
-    ]
+    return group_parameters(
+        cohort,
+        masking.groups or 1,
+        least=masking.least,
+        lost_share=masking.lost_share,
+        colluding_share=masking.colluding_share,
+        failure=masking.failure,
+    )
 
 
 def _fill_parameters(masking: pb.MaskedRounds, devices: int, quorum: int) -> None:

@@ -16,7 +16,7 @@ from triplane.unified_ir.federated.masking.noise import joint_multiplier
 from triplane.unified_ir.federated.privacy.settings import DifferentialPrivacy
 from triplane.unified_ir.federated.study import simulate
 from triplane.unified_ir.federated.study.checkpoint import identity
-from triplane.unified_ir.federated.study.masked_sums import MaskedStudy, masked_means, masked_sum
+from triplane.unified_ir.federated.study.masked_sums import MaskedStudy, masked_sum, means_and_bits
 
 MASKING = MaskedStudy(norm=2.0, cap=64)
 GROUPED = MaskedStudy(norm=2.0, groups=3)
@@ -79,7 +79,7 @@ def test_each_group_of_a_round_has_a_mean_of_its_own():
     examples = (10, 64, 200, 3, 64, 64, 30, 64, 9, 64)
     updates = list(zip(examples, changes(10), strict=True))
     masking = replace(MASKING, groups=3)
-    means = masked_means(updates, masking, draws=draws(), privacy=None)
+    means = [mean for mean, _ in means_and_bits(updates, masking, draws=draws(), privacy=None)]
     groups = groups_of(draws().words(5)[1:].tobytes(), 10, 3)
     assert [len(g) for g in groups] == [4, 3, 3]
     for group, mean in zip(groups, means, strict=True):
@@ -98,7 +98,7 @@ def test_noise_of_devices_is_enough_in_the_sum_of_each_group():
     assert sums.noise is not None
     assert (sums.devices, sums.noise.honest, masking.least_and_honest(20)) == (10, 5, (6, 5))
     assert sums.noise.noise_multiplier >= privacy.multiplier
-    means = masked_means(zeros, masking, draws=draws(), privacy=privacy)
+    means = [mean for mean, _ in means_and_bits(zeros, masking, draws=draws(), privacy=privacy)]
     for mean in means:
         assert np.std(10 * flat(mean)) > privacy.multiplier * 2.0
 
@@ -108,8 +108,8 @@ def test_with_noise_groups_of_different_sizes_are_divided_by_the_same_number():
     privacy = replace(OWN, clip=2.0, multiplier=0.02)
     (change,) = changes(1)
     masking = replace(GROUPED, cap=1, colluding_share=0.0)
-    means = masked_means([(1, change)] * 10, masking, draws=draws(), privacy=privacy)
-    lengths = [flat(mean) @ flat(change) for mean in means]
+    pairs = means_and_bits([(1, change)] * 10, masking, draws=draws(), privacy=privacy)
+    lengths = [flat(mean) @ flat(change) for mean, _ in pairs]
     assert lengths == pytest.approx([4 * 3 / 10, 3 * 3 / 10, 3 * 3 / 10], abs=0.08)
 
 
@@ -165,8 +165,8 @@ def test_progress_of_a_study_without_groups_is_that_of_earlier_releases():
 def test_people_read_what_holds_for_groups():
     lines = GROUPED.text(10).splitlines()
     assert [line.partition(":")[0] for line in lines if line.startswith("masking")] == [
-        "masking for groups of 4 of 10 devices",
         "masking for groups of 3 of 10 devices",
+        "masking for groups of 4 of 10 devices",
     ]
     assert lines[-2] == "the mean of each of the 3 groups is one input of the aggregator"
 

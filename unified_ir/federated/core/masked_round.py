@@ -43,7 +43,7 @@ from triplane.unified_ir.federated.core.masked_step import (
     StepAnswer,
 )
 from triplane.unified_ir.federated.core.run import (
-    NEWEST_RULES,
+    RULES_WITH_WAITS,
     UNWILLING,
     Effects,
     Exchange,
@@ -84,7 +84,7 @@ def step_ends_s(state: RunState, masked: MaskedProgress) -> float:
     deadline_s, ends_s = round_.opened_s + plan.deadline_s, masked.opened_s + plan.phase_s
     if masked.step is MaskedStep.KEYS:
         return deadline_s
-    if masked.step is MaskedStep.SHARES and state.rules >= NEWEST_RULES:
+    if masked.step is MaskedStep.SHARES and state.rules >= RULES_WITH_WAITS:
         # Nobody is spent before the inputs, so there is time for a device that is busy.
         return max(deadline_s, ends_s)
     return ends_s
@@ -309,7 +309,7 @@ def why_exhausted(state: RunState) -> str:
     if not state.spent:
         return ""
     unusable = {*state.spent}
-    if state.rules >= NEWEST_RULES:
+    if state.rules >= RULES_WITH_WAITS:
         unusable |= {*members_of(state).indexed("used_up").values()}
     left = sum(m.examples > 0 and m.device not in unusable for m in members_of(state).values())
     needed = state.plan.fewest(evaluates=False)

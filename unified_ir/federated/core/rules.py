@@ -57,6 +57,7 @@ from triplane.unified_ir.federated.core.round_end import (
 from triplane.unified_ir.federated.core.run import (
     RULES_WITH_PAUSES,
     RULES_WITH_RESTS,
+    RULES_WITH_WAITS,
     RULES_WITH_WATCHES,
     UNWILLING,
     Answered,
@@ -395,6 +396,8 @@ def _open(state: RunState, now_s: float) -> Step:
     able, rested = _count_able(state, number, evaluates=evaluates)
     waited = now_s >= state.since_s + state.plan.patience_s
     least = state.plan.fewest(evaluates=evaluates)
+    if not evaluates and state.rules < RULES_WITH_WAITS:
+        least = state.plan.quorum
     drawn = rested if rested >= least else able  # without a quorum, those who rest as well
     given_up = _given_up(state, now_s)
     # Devices whose patience is over, and those that rest, are not waited for: the round opens with

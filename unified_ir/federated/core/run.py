@@ -58,9 +58,11 @@ RULES_WITH_PAUSES: Final = 2
 RULES_WITH_RESTS: Final = 3
 """Rules that did not look at the loss over devices, and did not let refused devices rest."""
 RULES_WITH_WATCHES: Final = 4
-"""Rules that let a masked round wait for shares for the time of a later step only, and a run wait
-for devices of which none may be used again."""
-NEWEST_RULES: Final = 5
+"""Rules that let a masked round wait for shares for the time of a later step only, open one with
+fewer devices than it needs, and let a run wait for devices of which none may be used again."""
+RULES_WITH_WAITS: Final = 5
+"""Rules by which `shares` waits as long as the round may, and a run stops without uses."""
+NEWEST_RULES: Final = RULES_WITH_WAITS
 """Rules of new runs. The events of a run are always replayed by the rules with which it began."""
 NEVER: Final = (1 << 31) - 1
 """`RunMember.used_round` of a device that was used as often as it may be."""

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Final
 
 from triplane.unified_ir.federated.core.lease_changes import members_of
-from triplane.unified_ir.federated.core.run import NEVER, NEWEST_RULES, Lease, RunState
+from triplane.unified_ir.federated.core.run import NEVER, RULES_WITH_WAITS, Lease, RunState
 from triplane.unified_ir.federated.core.sorted_map import SortedMap
 
 MAX_NAMED: Final = 5
@@ -98,7 +98,7 @@ def lacks_uses(state: RunState) -> str:
     Too few of the devices that are known may ever be used again, so a wait for them has no end.
     """
     budget, members = state.plan.budget, members_of(state)
-    if budget is None or state.rules < NEWEST_RULES:
+    if budget is None or state.rules < RULES_WITH_WAITS:
         return ""
     known, used_up = len(members.indexed("known")), len(members.indexed("used_up"))
     left, needed = known - used_up, max(state.plan.quorum, state.plan.least)

@@ -9,9 +9,15 @@ that many partitions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.draws import Draws
-from triplane.unified_ir.federated.masking.parameters import MIN_COHORT
+from triplane.unified_ir.federated.masking.parameters import (
+    MIN_COHORT,
+    MaskingParameters,
+    choose_parameters,
+)
 
 
 def group_sizes(devices: int, groups: int) -> tuple[int, ...]:
@@ -28,6 +34,37 @@ def group_sizes(devices: int, groups: int) -> tuple[int, ...]:
         )
     size, larger = divmod(devices, groups)
     return (size + 1,) * larger + (size,) * (groups - larger)
+
+
+def group_parameters(
+    cohort: int,
+    groups: int,
+    *,
+    least: int,
+    lost_share: float,
+    colluding_share: float,
+    failure: float,
+) -> tuple[MaskingParameters, ...]:
+    """Return what a cohort uses, for each size that its groups have, the smallest first.
+
+    See `choose_parameters`. InvalidInput: a group cannot be masked.
+    """
+    return tuple(
+        choose_parameters(
+            size,
+            cohort=cohort,
+            least=least,
+            lost_share=lost_share,
+            colluding_share=colluding_share,
+            failure=failure,
+        )
+        for size in sorted(set(group_sizes(cohort, groups)))
+    )
+
+
+def least_and_honest(every: Sequence[MaskingParameters]) -> tuple[int, int]:
+    """Return the fewest devices, and the fewest honest ones, in a sum that is revealed."""
+    return min(x.least for x in every), min(x.least - x.colluding for x in every)
 
 
 def groups_of(digest: bytes, devices: int, groups: int) -> tuple[tuple[int, ...], ...]:

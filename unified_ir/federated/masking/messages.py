@@ -24,7 +24,7 @@ from typing import Final
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core import defaults
 from triplane.unified_ir.federated.masking.fields import MaskedField
-from triplane.unified_ir.federated.masking.groups import group_sizes
+from triplane.unified_ir.federated.masking.groups import group_parameters
 from triplane.unified_ir.federated.masking.parameters import (
     MAX_COHORT,
     MIN_COHORT,
@@ -110,8 +110,14 @@ class MaskingTerms:
 
         InvalidInput: one of them is too small.
         """
-        sizes = sorted(set(group_sizes(cohort, self.groups)))
-        return tuple(self.parameters(size, cohort=cohort) for size in sizes)
+        return group_parameters(
+            cohort,
+            self.groups,
+            least=self.least,
+            lost_share=self.lost_share,
+            colluding_share=self.colluding_share,
+            failure=self.failure,
+        )
 
     def encode(self) -> bytes:
         """Return the bytes that signatures cover."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,7 +22,12 @@ from triplane.unified_ir.federated.masking.encoding import (
     UpdateEncoding,
     range_for,
 )
-from triplane.unified_ir.federated.masking.groups import group_sizes, groups_of
+from triplane.unified_ir.federated.masking.groups import (
+    group_parameters,
+    group_sizes,
+    groups_of,
+    least_and_honest,
+)
 from triplane.unified_ir.federated.masking.noise import (
     bit_noise_bits,
     noises_for,
@@ -30,15 +35,13 @@ from triplane.unified_ir.federated.masking.noise import (
     with_noise,
     with_noise_bits,
 )
-from triplane.unified_ir.federated.masking.parameters import MaskingParameters, choose_parameters
+from triplane.unified_ir.federated.masking.parameters import MIN_COHORT, MaskingParameters
 from triplane.unified_ir.federated.privacy.clipping import check_norm, clip, l2_norm
 from triplane.unified_ir.federated.privacy.distributed import DistributedNoise
 from triplane.unified_ir.federated.privacy.settings import DISTRIBUTED, DifferentialPrivacy
 
 if TYPE_CHECKING:
     from triplane.unified_ir.federated.masking.fields import Vector
-
-LEAST: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,19 +66,16 @@ class MaskedStudy:
     def __post_init__(self) -> None:
         check_norm(self.norm)
 
-    def parameters(self, devices: int) -> list[MaskingParameters]:
-        """Return what a round of `devices` uses, for each size of its groups, the largest first.
+    def parameters(self, devices: int) -> tuple[MaskingParameters, ...]:
+        """Return what a round of `devices` uses, for each size of its groups, the smallest first.
 
         InvalidInput: it, or a group of it, cannot be masked.
         """
-        sizes = dict.fromkeys(group_sizes(devices, self.groups))
-        return [self._of_group(size, devices) for size in sizes]
-
-    def _of_group(self, size: int, devices: int) -> MaskingParameters:
-        return choose_parameters(
-            size,
-            cohort=devices,
-            least=self.least or max(LEAST, size // 2 + 1),
+        size = min(group_sizes(devices, self.groups))
+        return group_parameters(
+            devices,
+            self.groups,
+            least=self.least or max(MIN_COHORT, size // 2 + 1),
             lost_share=self.lost_share,
             colluding_share=self.colluding_share,
             failure=self.failure,
@@ -96,8 +96,7 @@ class MaskedStudy:
 
     def least_and_honest(self, devices: int) -> tuple[int, int]:
         """Return the fewest devices, and the fewest honest ones, in a sum that is revealed."""
-        every = self.parameters(devices)
-        return min(p.least for p in every), min(p.least - p.colluding for p in every)
+        return least_and_honest(self.parameters(devices))
 
 
 def masked_cohort(masking: MaskedStudy | None, devices: int) -> tuple[int, int] | None:
@@ -183,22 +182,6 @@ def masked_bytes(
     return masked_sum(change, masking, devices=devices, seed=0, privacy=privacy).bytes_up
 
 
-def masked_means(
-    updates: Sequence[tuple[int, Mapping[str, Array]]],
-    masking: MaskedStudy,
-    *,
-    draws: Draws,
-    privacy: DifferentialPrivacy | None,
-) -> list[dict[str, Array]]:
-    """Return the weighted mean of (examples, change) of each group of a round, float64.
-
-    draws: of the round, for the public rotation, and for the groups, which a hash of all keys
-    draws in a run.
-    """
-    sums = means_and_bits(updates, masking, draws=draws, privacy=privacy)
-    return [mean for mean, _ in sums]
-
-
 def means_and_bits(
     updates: Sequence[tuple[int, Mapping[str, Array]]],
     masking: MaskedStudy,
@@ -206,9 +189,11 @@ def means_and_bits(
     draws: Draws,
     privacy: DifferentialPrivacy | None,
 ) -> list[tuple[dict[str, Array], tuple[int, ...]]]:
-    """Return the mean of each group and the sum of its bits; see `masked_means`.
+    """Return for each group of a round the mean of (examples, change), float64, and its bits' sum.
 
-    With noise, each group is divided by the devices of a round over the groups, as in a run.
+    draws: of the round, for the public rotation, and for the groups, which a hash of all keys
+    draws in a run. Means are weighted; with noise, each group is divided by the devices of a round
+    over the groups, as in a run.
     """
     words, devices = draws.words(5), len(updates)
     sums = masked_sum(updates[0][1], masking, devices=devices, seed=int(words[0]), privacy=privacy)

@@ -424,7 +424,10 @@ def test_a_silent_device_is_asked_again_where_the_others_are_fewer_than_a_masked
     state, _ = answered(state, names[:3], 33.0)
     state, _ = step(state, exchanged(state, 34.0))
     assert state.members[names[3]].rests_until > 2
-    state, _ = step(state, Reduced(at_s=35.0, number=1, shared="s1"))
+    reduced = Reduced(at_s=35.0, number=1, shared="s1")
+    older, _ = step(replace(state, rules=RULES_WITH_WATCHES), reduced)
+    assert [x.device for x in older.round.leases] == [*names[:3]], "a journal replays as it was"
+    state, _ = step(state, reduced)
     assert [x.device for x in state.round.leases] == [*names]
 
 
