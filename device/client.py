@@ -388,7 +388,6 @@ class _Working:
             self._changed.clear()
             work_set = self._work_set
             try:
-                await self._settle(work_set)
                 answer = await self._next(work_set)
                 wait_s = FIRST_WAIT_S
                 self._tell_waits("")
@@ -439,19 +438,19 @@ class _Working:
                 await self._changed.wait()
 
     async def _next(self, work_set: WorkSet) -> tuple[str, pb.Contribution] | None:
-        """Do the first task of a settled document that was neither done nor withdrawn meanwhile.
+        """Settle a document, then do the first of its tasks that was neither done nor withdrawn.
 
         Return its key and its contribution.
         It does not wait until the newest document is settled, because that might never end if the
         cloud sends documents faster than the device settles.
         """
-        for refused in work_set.refused:
-            if refused.lease.hex() not in self._done:
-                return refused.lease.hex(), refused
-        for task in _urgent(work_set.tasks, self._done):
-            if task.key not in self._done and task.key in self._work_set.keys:
-                return task.key, await self._do(task, work_set)
-        return None
+        refused = [x for x in work_set.refused if x.lease.hex() not in self._done]
+        if not refused:
+            for task in _urgent(work_set.tasks, self._done):
+                if task.key not in self._done and task.key in self._work_set.keys:
+                    return task.key, await self._do(task, work_set)
+        await self._settle(work_set)
+        return (refused[0].lease.hex(), refused[0]) if refused else None
 
     async def _do(self, task: Task, work_set: WorkSet) -> pb.Contribution:
         left_s = task.until_s - time.monotonic()
@@ -467,9 +466,14 @@ class _Working:
             for blob in (other.plan, other.state, other.message)
             if blob is not None
         ]
+
+        def settle_and_do() -> pb.Contribution:  # in one turn of the thread: they come together
+            self._settle_now(work_set)
+            return self._runner.do(task, stop, wanted)
+
         logger.log(_level(task.step), "task begun", extra=_facts(task))
         try:
-            return await self._in_runner(lambda: self._runner.do(task, stop, wanted))
+            return await self._in_runner(settle_and_do)
         except TaskExpired:
             logger.warning("task not done by its deadline", extra=_facts(task))
             return task.decline(TOO_LONG)
@@ -493,9 +497,13 @@ class _Working:
     async def _settle(self, work_set: WorkSet) -> None:
         """Apply updates that counted, and forget those whose lease is over."""
         if work_set is not self._settled:
-            if not _settles_alike(work_set, self._settled):
-                await self._in_runner(lambda: self._runner.settle(work_set))
-            self._settled = work_set
+            await self._in_runner(lambda: self._settle_now(work_set))
+
+    def _settle_now(self, work_set: WorkSet) -> None:
+        """Do what `_settle` does, in the runner's thread."""
+        if work_set is not self._settled and not _settles_alike(work_set, self._settled):
+            self._runner.settle(work_set)
+        self._settled = work_set
 
     async def _in_runner(self, work: Callable[[], T]) -> T:
         """Run `work` in a thread; the runner stays locked until the thread ends."""

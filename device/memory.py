@@ -115,7 +115,10 @@ class PendingUpdate:
 
 
 class Memory:
-    """The folders `personal` and `pending` of a home. One thread at a time uses it."""
+    """The folders `personal` and `pending` of a home. One thread at a time uses it.
+
+    Nothing else adds files to them: they are listed once, so that a task looks for none in vain.
+    """
 
     def __init__(self, personal: Path, pending: Path) -> None:
         self._personal, self._pending = personal, pending
@@ -123,7 +126,9 @@ class Memory:
         self._small: dict[Path, bytes] = {}
         self._large: dict[Path, Buffers] = {}
         self._held: dict[Path, PendingUpdate] = {}
-        self._files: set[Path] | None = None  # of unsettled updates; listed once
+        self._files: set[Path] | None = None  # of unsettled updates
+        self._outs: set[Path] | None = None  # of updates alone; like `_states`, some may be gone
+        self._states: set[Path] | None = None  # personal states
 
     def personal(self, run: str, fresh: Collection[str] = (), *, returns: int = 0) -> PersonalState:
         """Return the personal state of a run; a new run begins with the newest run's tensors.
@@ -196,7 +201,7 @@ class Memory:
         if isinstance(update, bytes):
             self._small[path] = update
         else:
-            update.replace(path.with_suffix(".out"))
+            update.replace(self._out(path))
 
     def _free(self, facts: UpdateFacts, returns: int = 0) -> Path:
         """Return the path for an update, and forget what an earlier one left in memory."""
@@ -207,7 +212,7 @@ class Memory:
             raise Conflict(unsettled(waiting.facts))
         for kept in (self._held, self._small, self._large):
             kept.pop(path, None)
-        drop(path.with_suffix(".out"))
+        self._drop_out(path)
         return path
 
     def pending(self) -> tuple[PendingUpdate, ...]:
@@ -221,6 +226,28 @@ class Memory:
             if self._files:  # a killed process may not have synced its last renames
                 OS_DISK.sync_folder(self._pending)
         return self._files
+
+    def _out(self, path: Path) -> Path:
+        """Return the path for an update alone, which may exist from here on."""
+        out = path.with_suffix(".out")
+        self._listed_outs().add(out)
+        return out
+
+    def _drop_out(self, path: Path) -> None:
+        out, outs = path.with_suffix(".out"), self._listed_outs()
+        if out in outs:
+            drop(out)
+            outs.discard(out)
+
+    def _listed_outs(self) -> set[Path]:
+        if self._outs is None:
+            self._outs = set(self._pending.glob("*.out"))
+        return self._outs
+
+    def _listed_states(self) -> set[Path]:
+        if self._states is None:
+            self._states = set(self._personal.glob("*.state"))
+        return self._states
 
     def inline_of(self, pending: PendingUpdate, most: int) -> bytes | None:
         """Return the update alone, if it has at most `most` bytes."""
@@ -252,7 +279,7 @@ class Memory:
 
     def bytes_of(self, pending: PendingUpdate) -> Path:
         """Return the update alone as a file, which has the same bytes each time."""
-        path = pending.path.with_suffix(".out")
+        path = self._out(pending.path)
         if not path.exists() and pending.path in self._held:
             write_atomic(path, self._small[pending.path], UNSYNCED)
         elif not path.exists():
@@ -273,6 +300,7 @@ class Memory:
                     shutil.copyfileobj(now, before)
             else:
                 drop(path.with_suffix(BEFORE))  # of a state that was damaged and removed
+            self._listed_states().add(path)
             container.write(path, KIND, _parts(implied), properties={LEASE: pending.facts.lease})
             self._forget_oldest("*.state")
         for kept in (self._verified, self._small, self._large):
@@ -282,7 +310,7 @@ class Memory:
         if held is None:
             drop(pending.path)
             self._listed().discard(pending.path)
-        drop(pending.path.with_suffix(".out"))
+        self._drop_out(pending.path)
 
     def take_back(self, run: str, *, included: str, returns: int = 0) -> None:
         """Take the newest settled update back if its round was abandoned after it counted.
@@ -293,7 +321,7 @@ class Memory:
         """
         path = self._personal / f"{_stem(run, returns)}.state"
         before = path.with_suffix(BEFORE)
-        if _lease_of(path) in {None, included}:
+        if path not in self._listed_states() or _lease_of(path) in {None, included}:
             return
         if not before.exists():
             drop(path)
@@ -317,7 +345,7 @@ class Memory:
         """Return the update in this file, or None; a damaged one is removed."""
         if path in self._held:
             return self._held[path]
-        if not path.exists():
+        if path not in self._listed() or not path.exists():
             return None
         return self._verified.get(path) or self._verify(path)
 

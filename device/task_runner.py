@@ -403,7 +403,7 @@ class TaskRunner:
         self, blob: Blob, into: BlobFolder, wanted: frozenset[bytes], stop: StopToken
     ) -> Path:
         if into.has(blob.sha256):
-            return into.find(blob.sha256)
+            return into.path(blob.sha256)
         self._make_room(blob, wanted)
         path = download(
             self._channel(), blob.sha256, blob.size, into, lambda _done, _size: stop.check()

@@ -10,7 +10,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
@@ -99,13 +99,17 @@ class Least:
     held_out: int = 1
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
+        for name, value in self._numbers().items():
             if not is_count(value, 1, MAX_LEAST):
                 raise InvalidInput(f"least {name} is 1 to {MAX_LEAST}, got {shown(value)}")
 
+    def _numbers(self) -> dict[str, int]:
+        # A device compares them for each task, and `asdict` would copy every value.
+        return {name: getattr(self, name) for name in UNITS}
+
     def fields(self) -> dict[str, int]:
         """Return these numbers as signed documents have them."""
-        numbers = {f"least_{name}": value for name, value in asdict(self).items()}
+        numbers = {f"least_{name}": value for name, value in self._numbers().items()}
         # Left out where it demands nothing, so that devices of earlier releases take the document.
         return {n: value for n, value in numbers.items() if n != _HELD_OUT or value > 1}
 
@@ -123,12 +127,11 @@ class Least:
 
     def stricter(self, other: "Least") -> "Least":
         """Return the larger of each number."""
-        pairs = zip(asdict(self).values(), asdict(other).values(), strict=True)
-        return Least(*(max(pair) for pair in pairs))
+        return Least(*map(max, self._numbers().values(), other._numbers().values()))
 
     def lacking(self, other: "Least") -> str:
         """Return which numbers of `other` are below these, as a sentence; empty if none is."""
-        ours, theirs = asdict(self), asdict(other)
+        ours, theirs = self._numbers(), other._numbers()
         return " and ".join(
             f"at least {ours[name]} {UNITS[name]}, got {theirs[name]}"
             for name in ours
