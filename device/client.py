@@ -448,11 +448,13 @@ class _Working:
         if not refused:
             for task in _urgent(work_set.tasks, self._done):
                 if task.key not in self._done and task.key in self._work_set.keys:
-                    return task.key, await self._do(task, work_set)
+                    answer = await self._do(task, work_set)
+                    return None if answer is None else (task.key, answer)
         await self._settle(work_set)
         return (refused[0].lease.hex(), refused[0]) if refused else None
 
-    async def _do(self, task: Task, work_set: WorkSet) -> pb.Contribution:
+    async def _do(self, task: Task, work_set: WorkSet) -> pb.Contribution | None:
+        """Settle a document and do a task of it; None if it was withdrawn before it was begun."""
         left_s = task.until_s - time.monotonic()
         # Leave time to decline: a lease that expires silently tells the operator nothing.
         left_s -= min(TELLING_S, TELLING_SHARE * left_s)
@@ -467,11 +469,13 @@ class _Working:
             if blob is not None
         ]
 
-        def settle_and_do() -> pb.Contribution:  # in one turn of the thread: they come together
+        def settle_and_do() -> pb.Contribution | None:  # in one turn of the thread
             self._settle_now(work_set)
+            if task.key not in self._work_set.keys:
+                return None
+            logger.log(_level(task.step), "task begun", extra=_facts(task))
             return self._runner.do(task, stop, wanted)
 
-        logger.log(_level(task.step), "task begun", extra=_facts(task))
         try:
             return await self._in_runner(settle_and_do)
         except TaskExpired:

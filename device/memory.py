@@ -310,6 +310,7 @@ class Memory:
         if held is None:
             drop(pending.path)
             self._listed().discard(pending.path)
+            self._out(pending.path)
         self._drop_out(pending.path)
 
     def take_back(self, run: str, *, included: str, returns: int = 0) -> None:

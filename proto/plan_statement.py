@@ -99,17 +99,18 @@ class Least:
     held_out: int = 1
 
     def __post_init__(self) -> None:
-        for name, value in self._numbers().items():
+        for name, value in self.numbers.items():
             if not is_count(value, 1, MAX_LEAST):
                 raise InvalidInput(f"least {name} is 1 to {MAX_LEAST}, got {shown(value)}")
 
-    def _numbers(self) -> dict[str, int]:
-        # A device compares them for each task, and `asdict` would copy every value.
+    @property
+    def numbers(self) -> dict[str, int]:
+        """These numbers by name; a device compares them for each task, so nothing is copied."""
         return {name: getattr(self, name) for name in UNITS}
 
     def fields(self) -> dict[str, int]:
         """Return these numbers as signed documents have them."""
-        numbers = {f"least_{name}": value for name, value in self._numbers().items()}
+        numbers = {f"least_{name}": value for name, value in self.numbers.items()}
         # Left out where it demands nothing, so that devices of earlier releases take the document.
         return {n: value for n, value in numbers.items() if n != _HELD_OUT or value > 1}
 
@@ -127,11 +128,11 @@ class Least:
 
     def stricter(self, other: "Least") -> "Least":
         """Return the larger of each number."""
-        return Least(*map(max, self._numbers().values(), other._numbers().values()))
+        return Least(*map(max, self.numbers.values(), other.numbers.values()))
 
     def lacking(self, other: "Least") -> str:
         """Return which numbers of `other` are below these, as a sentence; empty if none is."""
-        ours, theirs = self._numbers(), other._numbers()
+        ours, theirs = self.numbers, other.numbers
         return " and ".join(
             f"at least {ours[name]} {UNITS[name]}, got {theirs[name]}"
             for name in ours

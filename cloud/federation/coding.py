@@ -25,6 +25,7 @@ from triplane.unified_ir.federated.core.run_plan import OMIT_DEFAULT
 
 T = TypeVar("T")
 Read = Callable[[Any], Any]
+Write = Callable[[Any], Any]
 
 MAX_SHOWN_CHARS: Final = 80
 
@@ -46,22 +47,29 @@ def from_json(kind: type[T], text: str) -> T:
 
 
 def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        pairs = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
-        return {f.name: _plain(x) for f, x in pairs if not _is_left_out(f, x)}
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, float):
-        return None if math.isnan(value) else value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(item) for item in value]
-    return value
+    kind: Any = type(value)
+    return _writer(kind)(value)
 
 
-def _is_left_out(field: dataclasses.Field[Any], value: Any) -> bool:
-    return OMIT_DEFAULT in field.metadata and bool(value == field.default)
+@cache
+def _writer(kind: type) -> Write:
+    """Return a function that makes plain values for JSON from values of `kind`."""
+    if dataclasses.is_dataclass(kind):
+        fields = [(f.name, OMIT_DEFAULT in f.metadata, f.default) for f in dataclasses.fields(kind)]
+        return lambda value: {
+            name: _plain(item)
+            for name, omits, default in fields
+            if (item := getattr(value, name)) != default or not omits
+        }
+    if issubclass(kind, Enum):
+        return lambda value: value.value
+    if issubclass(kind, float):
+        return lambda value: None if math.isnan(value) else value
+    if issubclass(kind, Mapping):
+        return lambda value: {str(key): _plain(item) for key, item in value.items()}
+    if issubclass(kind, Sequence) and not issubclass(kind, str):
+        return lambda value: [_plain(item) for item in value]
+    return lambda value: value
 
 
 @cache

@@ -75,8 +75,10 @@ COUNTED_S: Final = 0.25
 
 MakeEvent = Callable[[RunState, float], Event | None]
 """Makes an event from the current state and the time; None if it no longer applies."""
-Write = Callable[[sa.Connection, RunProjection], None]
-"""Writes in the transaction of an event; called with the projection after it."""
+Write = Callable[[sa.Connection, RunProjection], bool]
+"""Writes in the transaction of an event; called with the projection after it.
+
+Returns whether it changed the run's row."""
 
 
 class Worker(Protocol):
@@ -85,7 +87,7 @@ class Worker(Protocol):
     async def reduce(
         self, record: RunRecord, projection: RunProjection, order: Reduce
     ) -> tuple[MakeEvent, Write | None]:
-        """Make the next shared state. The second result is None if the run's row does not change.
+        """Make the next shared state. The second result is None if nothing is written beside it.
 
         projection: after the updates of the order, which may not be committed yet.
         """
@@ -301,16 +303,14 @@ class LiveRun:
             journal.delete_small_updates(connection, run_id)
         if small:
             journal.save_small_updates(connection, run_id, small)
-        writes = [(change.write, then) for change, then in batch.steps if change.write is not None]
-        for write, then in writes:
-            write(connection, then)
+        written = [x.write(connection, then) for x, then in batch.steps if x.write is not None]
         if self._is_kept(after):
             journal.snapshot(connection, run_id, after)
         is_over = after.state.phase in ENDED
         if is_over:
             journal.change(connection, run_id, live=False, ended_s=after.state.since_s)
             journal.save_small_states(connection, run_id, {})
-        return journal.run_record(connection, run_id) if is_over or writes else self.record
+        return journal.run_record(connection, run_id) if is_over or any(written) else self.record
 
     def _is_kept(self, projection: RunProjection) -> bool:
         """Return whether this commit writes a snapshot; its cost grows with members and rounds."""

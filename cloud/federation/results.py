@@ -191,11 +191,13 @@ class Results:
         charged = 0 if budget is None else budget.charge(order.number).rounds
         await claim(self._db, self._blobs, known)
 
-        def write(connection: sa.Connection, after: RunProjection) -> None:
+        def write(connection: sa.Connection, after: RunProjection) -> bool:
             kept = references(replace(record, slots=bytes.fromhex(slots)), after)
             journal.save_small_states(connection, record.id, small, kept)
-            if slots != record.slots.hex():
-                journal.change(connection, record.id, slots=bytes.fromhex(slots))
+            if slots == record.slots.hex():
+                return False
+            journal.change(connection, record.id, slots=bytes.fromhex(slots))
+            return True
 
         left_out = tuple(order.leases[at].device for at in done.left_out)
         return reduced_event(
@@ -325,10 +327,11 @@ class Results:
             with disk.create(path) as file:
                 file.write(data)
             disk.replace(path, self._blobs.path(sha256))
-        except OSError as error:
-            raise refusal(error, f"could not write a state: {error}") from error
-        finally:
+        except BaseException as error:
             path.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise refusal(error, f"could not write a state: {error}") from error
+            raise
 
     async def exchange(
         self, record: RunRecord, projection: RunProjection, order: Exchange
@@ -373,10 +376,11 @@ class Results:
             ),
         )
 
-        def write(connection: sa.Connection, _: RunProjection) -> None:
+        def write(connection: sa.Connection, _: RunProjection) -> bool:
             journal.save_small_states(connection, record.id, {})
             registered = self._registry.insert(connection, push, finished.digest, record.started_by)
             journal.change(connection, record.id, result=str(registered))
+            return True
 
         return _finished, write
 

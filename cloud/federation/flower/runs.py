@@ -203,8 +203,9 @@ class FlowerRuns:
             state, memory = await asyncio.to_thread(self._store_output, record, answer)
         await claim(self._db, self._blobs, {state, memory})
 
-        def write(connection: sa.Connection, _: RunProjection) -> None:
+        def write(connection: sa.Connection, _: RunProjection) -> bool:
             journal.change(connection, record.id, slots=memory)
+            return True
 
         return reduced_event(order, state.hex(), int(answer["scaled"])), write
 
