@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
@@ -29,6 +29,7 @@ from triplane.cloud.tasks import BackgroundTasks
 from triplane.proto.disk import NoRoom
 from triplane.proto.errors import Corrupt, InvalidInput, TriplaneError, Unavailable
 from triplane.unified_ir.federated.core.lease_changes import lease_of
+from triplane.unified_ir.federated.core.masked_step import MaskedStep
 from triplane.unified_ir.federated.core.rules import due_s
 from triplane.unified_ir.federated.core.run import (
     ENDED,
@@ -96,6 +97,9 @@ class Worker(Protocol):
         self, record: RunRecord, projection: RunProjection, order: Exchange
     ) -> MakeEvent:
         """Take the answers to a step of a masked round."""
+
+    def arrived(self, record: RunRecord, projection: RunProjection, devices: Sequence[str]) -> None:
+        """Begin to add masked inputs of these devices to their sum; called after their commit."""
 
     async def judged(self, record: RunRecord, projection: RunProjection, order: Judged) -> None:
         """Handle the end of an evaluating round. Raises nothing: the run does not wait for it."""
@@ -333,6 +337,9 @@ class LiveRun:
             elif isinstance(effect, Reduce | Exchange | Finish):
                 name = f"{type(effect).__name__.lower()} {self.record.id}"
                 self._tasks.spawn(self._done(effect, batch), name)
+        masked = [x.event for x, _ in batch.steps if isinstance(x.event, Masked)]
+        if inputs := [x.device for x in masked if x.answer.step is MaskedStep.INPUTS]:
+            self._worker.arrived(self.record, self.projection, inputs)
         last = before
         for _, after in batch.steps:
             last = after if _same_round(before.state, after.state) else last

@@ -6,7 +6,8 @@ that was killed computes it again from the answers on the disk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -106,6 +107,7 @@ class MaskedCohort:
         self._means: dict[int, CohortMean] = {}
         self._left_out: dict[str, tuple[str, ...]] = {}
         self._accused: dict[str, str] = {}  # why, by device
+        self._added: set[str] = set()
 
     @property
     def means(self) -> tuple[CohortMean, ...]:
@@ -118,6 +120,11 @@ class MaskedCohort:
     def left_out(self) -> Mapping[str, tuple[str, ...]]:
         """The devices of groups that the newest step has left out, by the reason for people."""
         return self._left_out
+
+    @property
+    def added(self) -> Collection[str]:
+        """The devices whose masked inputs are in the sum, while `take` has not taken them."""
+        return self._added
 
     @property
     def is_over(self) -> bool:
@@ -133,15 +140,24 @@ class MaskedCohort:
         group = self._groups.get(self._group_of.get(self._names.get(device, ""), 0))
         return len(group.session) if group else 0
 
+    def add_input(self, answer: GivenAnswer) -> None:
+        """Add a masked input to the sum before its step ends, so that `take` need not.
+
+        One that is refused stays for `take`, which says why.
+        """
+        with contextlib.suppress(InvalidInput, Conflict):
+            self._add(MaskedStep.INPUTS, answer)
+            self._added.add(answer.device)
+
     def take(self, step: MaskedStep, answers: Iterable[GivenAnswer]) -> tuple[dict[str, str], str]:
-        """Take the answers of a step and end it.
+        """Take the answers of a step and end it; those of `added` are not given again.
 
         Return the reasons of the answers that were refused, by device, and the reason why the round
         cannot go on, or an empty text. It is for the people of the cloud: it names devices as they
         know them. After such a reason, only a new cohort takes the answers again.
         """
         refused = {}
-        self._next, self._left_out, self._accused = None, {}, {}
+        self._next, self._left_out, self._accused, self._added = None, {}, {}, set()
         for answer in answers:
             try:
                 self._add(step, answer)

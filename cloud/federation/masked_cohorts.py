@@ -11,7 +11,8 @@ import asyncio
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -32,6 +33,7 @@ from triplane.proto.roster import Roster
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.files import Like, like_of, read_state
 from triplane.unified_ir.federated.core.learn import BUFFER, PARAMETER, shared
+from triplane.unified_ir.federated.core.lease_changes import leases_of
 from triplane.unified_ir.federated.core.masked_round import GROUP_LEFT_OUT, answer_of, has_taken
 from triplane.unified_ir.federated.core.masked_step import STEPS, LostGroup, MaskedStep
 from triplane.unified_ir.federated.core.metric import metric_named
@@ -73,13 +75,15 @@ class _OpenCohort:
     """The masked round that a run is in. cohort: None until an answer was taken.
 
     lock: held by the thread that takes answers. An exchange whose answers could not be committed
-    may still be under way when it is repeated.
+    may still be under way when it is repeated. arrived: leases whose masked inputs `adding` adds.
     """
 
     turn: Turn
     terms: RoundTerms
     cohort: MaskedCohort | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
+    arrived: deque[Lease] = field(default_factory=deque)
+    adding: asyncio.Future[None] | None = None
 
 
 class MaskedCohorts:
@@ -135,6 +139,34 @@ class MaskedCohorts:
             failure=printable(failure),
             score=score,
         )
+
+    def arrived(self, record: RunRecord, state: RunState, devices: Iterable[str]) -> None:
+        """Add masked inputs that are on the disk to their sum, in a thread, before the step ends.
+
+        The exchange adds those that are not in it by then.
+        """
+        round_ = state.round
+        if round_ is None or round_.masked is None or round_.masked.exchanging:
+            return
+        if round_.masked.step is not MaskedStep.INPUTS:
+            return
+        known = self._of(record, state)
+        leases = (leases_of(round_).of(device) for device in devices)
+        known.arrived.extend(x for x in leases if x and answer_of(x, MaskedStep.INPUTS))
+        if known.adding is None or known.adding.done():
+            loop = asyncio.get_running_loop()
+            known.adding = loop.run_in_executor(None, self._add_arrived, record, known)
+
+    def _add_arrived(self, record: RunRecord, known: _OpenCohort) -> None:
+        try:
+            while known.arrived:
+                with known.lock:
+                    if known.cohort is None or not known.cohort.is_at(MaskedStep.INPUTS):
+                        return
+                    lease = known.arrived.popleft()
+                    known.cohort.add_input(self._answer(record, lease, MaskedStep.INPUTS))
+        except Exception as error:  # noqa: BLE001 - the exchange meets it again, and gives it up
+            logger.info("input not added", extra={"run_id": record.id, "reason": str(error)})
 
     def asks(self, record: RunRecord, state: RunState, device: str) -> pb.MaskingStep | None:
         """Return the present step of a device that is in a masked round; None if it has none."""
@@ -198,9 +230,14 @@ class MaskedCohorts:
         score = None
         with known.lock:
             cohort = known.cohort
-            if cohort is None or not cohort.is_at(order.step):
+            devices = {lease.device for lease in order.leases}
+            # A device that left after its input was added must not be in the sum.
+            has_left = cohort is not None and not devices.issuperset(cohort.added)
+            if cohort is None or not cohort.is_at(order.step) or has_left:
                 cohort = self._replayed(record, state)
-            answers = [self._answer(record, lease, order.step) for lease in order.leases]
+            missing = [x for x in order.leases if x.device not in cohort.added]
+            # One at a time: masked inputs of all devices could exceed the memory.
+            answers = (self._answer(record, lease, order.step) for lease in missing)
             refused, failure = cohort.take(order.step, answers)
             if failure:
                 # Without these answers: if they are not committed, others take their place.
@@ -221,7 +258,7 @@ class MaskedCohorts:
         for step in STEPS:
             taken = [x for x in round_.leases if has_taken(x, step) and answer_of(x, step)]
             if taken:
-                cohort.take(step, [self._answer(record, lease, step) for lease in taken])
+                cohort.take(step, (self._answer(record, lease, step) for lease in taken))
         known.cohort = cohort
         return cohort
 

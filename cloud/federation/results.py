@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -338,6 +338,10 @@ class Results:
     ) -> MakeEvent:
         """See `live.Worker`."""
         return await self._masked.exchange(record, projection, order)
+
+    def arrived(self, record: RunRecord, projection: RunProjection, devices: Sequence[str]) -> None:
+        """See `live.Worker`."""
+        self._masked.arrived(record, projection.state, devices)
 
     async def judged(self, record: RunRecord, projection: RunProjection, order: Judged) -> None:
         """See `live.Worker`: scores are in the projection already."""

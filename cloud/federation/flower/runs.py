@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -212,6 +212,10 @@ class FlowerRuns:
     async def exchange(
         self, record: RunRecord, projection: RunProjection, order: Exchange
     ) -> MakeEvent:
+        """See `live.Worker`."""
+        raise AssertionError("a run with a strategy is never masked")
+
+    def arrived(self, record: RunRecord, projection: RunProjection, devices: Sequence[str]) -> None:
         """See `live.Worker`."""
         raise AssertionError("a run with a strategy is never masked")
 

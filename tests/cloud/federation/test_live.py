@@ -88,6 +88,9 @@ class Reducer:
             at_s=at_s, number=order.number, attempt=order.attempt, step=order.step, refused={}
         )
 
+    def arrived(self, record, projection, devices):
+        pass
+
     async def judged(self, record, projection, order):
         pass
 

@@ -114,6 +114,32 @@ def test_the_mean_is_that_of_the_updates_and_of_the_same_answers_again():
     assert again.means[0].sections[0].tobytes() == mean.sections[0].tobytes()
 
 
+@given(st.permutations(range(len(NAMES))), st.integers(0, len(NAMES)), st.booleans())
+def test_inputs_that_are_added_before_the_end_of_their_step_give_the_same_mean(
+    order, many, is_wrong
+):
+    """A wrong one is not in the sum, and its device is told why when the step ends."""
+    play, alone = Play().through(MaskedStep.INPUTS), MaskedCohort(TERMS, ENCODING, (NORM,))
+    honest = play.honest(MaskedStep.INPUTS)
+    sent = [replace(x, data=x.data[:-1]) if is_wrong and x.device == "ann" else x for x in honest]
+    for at in order[:many]:
+        play.cohort.add_input(sent[at])
+    early = {NAMES[at] for at in order[:many]} - ({"ann"} if is_wrong else set())
+    assert set(play.cohort.added) == early
+    rest = [x for x in sent if x.device not in early]
+    refused, failure = play.cohort.take(MaskedStep.INPUTS, rest)
+    assert (refused.keys(), failure) == ({"ann"} if is_wrong else set(), "")
+    assert not play.cohort.added
+    left = [name for name in NAMES if name not in refused]
+    for step in STEPS[3:]:
+        play.answers[step] = play.honest(step, left)
+        assert play.cohort.take(step, play.answers[step]) == ({}, "")
+    play.answers[MaskedStep.INPUTS] = [x for x in sent if x.device in left]
+    for step in STEPS:
+        assert alone.take(step, play.answers[step]) == ({}, "")
+    assert alone.means[0].sections[0].tobytes() == play.cohort.means[0].sections[0].tobytes()
+
+
 def test_the_sum_of_bits_comes_with_the_mean(monkeypatch):
     play = Play(encoding=WITH_BITS).through(MaskedStep.REVEALS)
     assert play.cohort.take(MaskedStep.REVEALS, play.honest(MaskedStep.REVEALS)) == ({}, "")

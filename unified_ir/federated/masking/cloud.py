@@ -291,7 +291,7 @@ class MaskingCloud:
         Its mask could not be removed from the sum, so nobody needs to reveal anything.
         """
         threshold = self._session.parameters.threshold
-        for position, senders in self._unopened.by_sender.items():
+        for position, senders in sorted(self._unopened.by_sender.items()):
             alive = self._session.neighbours_among(position, self._survivors)
             able = len(alive) - len(senders)
             if able < threshold:
