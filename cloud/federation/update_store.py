@@ -117,7 +117,6 @@ class UpdateStore:
         # By blob, and whether it is a vector: bytes could be both a file and a vector.
         self._kept: dict[tuple[str, bool], tuple[int, dict[str, Array]]] = {}
         self._kept_bytes = 0
-        self._in_rows: set[str] = set()  # blobs of small updates, which have no file
 
     async def update_spec(self, run: LiveRun) -> UpdateSpec:
         """Return the spec of a prepared run's updates, from its first state."""
@@ -203,8 +202,6 @@ class UpdateStore:
             change, norms = read() if data else await asyncio.to_thread(read)
             update = replace(update, norms=norms)
             self._remember(update, change, len(data))
-            if data:
-                self._in_rows.add(update.blob)
         except (Refusal, BadUpdate) as refusal:
             return refusal_event(device, lease, refusal.kind, str(refusal))
         return lambda _, at_s: Arrived(at_s=at_s, device=device, lease=lease, update=update)
@@ -325,9 +322,9 @@ class UpdateStore:
             files |= self._begun.pop(lease.id, set())
             files |= {bytes.fromhex(answer.file) for answer in lease.answers if answer.file}
             if lease.update is not None:
-                if lease.update.blob in self._in_rows:
-                    self._in_rows.discard(lease.update.blob)
-                else:
+                # A small one usually has no file. Those that were uploaded are among the begun ones,
+                # and `sweep` removes those of an earlier process.
+                if lease.update.size > INLINE_BYTES:
                     files.add(bytes.fromhex(lease.update.blob))
                 key = lease.update.blob, lease.update.is_vector
                 owned, _ = self._kept.pop(key, (0, {}))
