@@ -329,7 +329,8 @@ class UpdateStore:
                 key = lease.update.blob, lease.update.is_vector
                 owned, _ = self._kept.pop(key, (0, {}))
                 self._kept_bytes -= owned
-        return files
+        # A file came for every lease that was open then, and another run may need it still.
+        return files.difference(*self._begun.values())
 
     def remove(self, files: Iterable[bytes]) -> None:
         """Remove files from the disk; for a thread."""

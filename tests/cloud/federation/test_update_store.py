@@ -1,0 +1,39 @@
+"""Which files of the folder of updates go when a round is over."""
+
+import asyncio
+import hashlib
+from types import SimpleNamespace
+from typing import Any
+
+from tests.cloud.federation.journals import entry
+
+from triplane.cloud.federation import journal
+from triplane.cloud.federation.update_store import UpdateSpec, UpdateStore
+from triplane.proto.blobs import BlobFolder
+from triplane.unified_ir.federated.core.run import Lease, Leases, Phase, Round
+from triplane.unified_ir.federated.core.vector import VectorLayout
+
+SHA256 = hashlib.sha256(b"an update").digest()
+
+
+def run_with_lease(id_, device="ann"):
+    """A run whose open round has one lease, of this device."""
+    record = entry(id=id_)
+    lease = Lease(id=hashlib.sha256(id_.encode()).hexdigest()[:32], device=device)
+    leases: Any = Leases.from_leases([lease])
+    state = journal.first_projection(record).state
+    round_ = Round(number=1, evaluates=False, attempt=0, opened_s=1.0, leases=leases)
+    collecting = SimpleNamespace(phase=Phase.COLLECTING, round=round_, members=state.members)
+    run: Any = SimpleNamespace(record=record, projection=SimpleNamespace(state=collecting))
+    return run, lease
+
+
+def test_a_file_stays_while_another_run_that_it_may_be_for_is_in_its_round(tmp_path):
+    """A device with work of two runs uploads; the upload does not say for which one."""
+    (one, first), (other, second) = run_with_lease("1" * 16), run_with_lease("2" * 16)
+    store = UpdateStore(tmp_path / "updates", BlobFolder(tmp_path / "blobs"))
+    for run in (one, other):
+        store._specs[run.record.id] = UpdateSpec({}, 1 << 20, VectorLayout.of({}))
+    asyncio.run(store.admit([one, other], "ann", SHA256, 1 << 17))
+    assert store.forget([second]) == set()
+    assert store.forget([first]) == {SHA256}
