@@ -33,7 +33,7 @@ from triplane.proto.roster import Roster
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.files import Like, like_of, read_state
 from triplane.unified_ir.federated.core.learn import BUFFER, PARAMETER, shared
-from triplane.unified_ir.federated.core.lease_changes import leases_of
+from triplane.unified_ir.federated.core.lease_changes import open_lease
 from triplane.unified_ir.federated.core.masked_round import GROUP_LEFT_OUT, answer_of, has_taken
 from triplane.unified_ir.federated.core.masked_step import STEPS, LostGroup, MaskedStep
 from triplane.unified_ir.federated.core.metric import metric_named
@@ -151,7 +151,8 @@ class MaskedCohorts:
         if round_.masked.step is not MaskedStep.INPUTS:
             return
         known = self._of(record, state)
-        leases = (leases_of(round_).of(device) for device in devices)
+        # A device may have left in the commit of its input.
+        leases = (open_lease(state, device) for device in devices)
         known.arrived.extend(x for x in leases if x and answer_of(x, MaskedStep.INPUTS))
         if known.adding is None or known.adding.done():
             loop = asyncio.get_running_loop()
