@@ -150,8 +150,7 @@ class UpdateStore:
         if not any(sha256 in files or len(files) < UPLOADS for files in begun):
             raise InvalidInput(f"{device!r} began {UPLOADS} files for one lease (limit {UPLOADS})")
         for files in begun:
-            if len(files) < UPLOADS:
-                files.add(sha256)
+            files.add(sha256)
         return self.folder
 
     async def judge(
@@ -322,8 +321,8 @@ class UpdateStore:
             files |= self._begun.pop(lease.id, set())
             files |= {bytes.fromhex(answer.file) for answer in lease.answers if answer.file}
             if lease.update is not None:
-                # A small one usually has no file. Those that were uploaded are among the begun ones,
-                # and `sweep` removes those of an earlier process.
+                # A small one usually has no file. If it was uploaded, it is among the begun ones;
+                # `sweep` removes those of an earlier process.
                 if lease.update.size > INLINE_BYTES:
                     files.add(bytes.fromhex(lease.update.blob))
                 key = lease.update.blob, lease.update.is_vector

@@ -5,11 +5,13 @@ import hashlib
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from tests.cloud.federation.journals import entry
 
 from triplane.cloud.federation import journal
-from triplane.cloud.federation.update_store import UpdateSpec, UpdateStore
+from triplane.cloud.federation.update_store import UPLOADS, UpdateSpec, UpdateStore
 from triplane.proto.blobs import BlobFolder
+from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.run import Lease, Leases, Phase, Round
 from triplane.unified_ir.federated.core.vector import VectorLayout
 
@@ -28,12 +30,33 @@ def run_with_lease(id_, device="ann"):
     return run, lease
 
 
+def store_of(folder, runs):
+    store = UpdateStore(folder / "updates", BlobFolder(folder / "blobs"))
+    for run in runs:
+        store._specs[run.record.id] = UpdateSpec({}, 1 << 20, VectorLayout.of({}))
+    return store
+
+
+def admit(store, runs, sha256):
+    asyncio.run(store.admit(runs, "ann", sha256, 1 << 17))
+
+
 def test_a_file_stays_while_another_run_that_it_may_be_for_is_in_its_round(tmp_path):
     """A device with work of two runs uploads; the upload does not say for which one."""
     (one, first), (other, second) = run_with_lease("1" * 16), run_with_lease("2" * 16)
-    store = UpdateStore(tmp_path / "updates", BlobFolder(tmp_path / "blobs"))
-    for run in (one, other):
-        store._specs[run.record.id] = UpdateSpec({}, 1 << 20, VectorLayout.of({}))
-    asyncio.run(store.admit([one, other], "ann", SHA256, 1 << 17))
+    store = store_of(tmp_path, [one, other])
+    admit(store, [one, other], SHA256)
     assert store.forget([second]) == set()
     assert store.forget([first]) == {SHA256}
+
+
+def test_so_does_one_that_only_the_other_run_has_room_for(tmp_path):
+    (one, first), (other, second) = run_with_lease("1" * 16), run_with_lease("2" * 16)
+    store, earlier = store_of(tmp_path, [one, other]), {bytes([i]) * 32 for i in range(UPLOADS)}
+    for sha256 in earlier:
+        admit(store, [one], sha256)
+    with pytest.raises(InvalidInput, match="began 4 files"):
+        admit(store, [one], SHA256)
+    admit(store, [one, other], SHA256)
+    assert store.forget([second]) == set()
+    assert store.forget([first]) == {SHA256, *earlier}
