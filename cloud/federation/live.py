@@ -331,6 +331,8 @@ class LiveRun:
                 facts = self._facts(round=ended.number, reason=ended.returned)
                 logger.warning("run returned to its last good state", extra=facts)
         for effect in effects:
+            if state.round is None and isinstance(effect, Reduce | Exchange):
+                continue  # a person stopped the run in the same commit
             if isinstance(effect, Judged):
                 work = self._worker.judged(self.record, self.projection, effect)
                 self._tasks.spawn(work, f"judge {self.record.id}")

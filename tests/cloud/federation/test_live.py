@@ -321,6 +321,21 @@ def test_a_step_of_a_masked_round_is_one_commit_and_the_last_one_has_the_next_st
     assert kinds == [Masked, Masked, Masked, Exchanged] * 5 + [Reduced]
 
 
+def test_a_run_that_is_stopped_in_the_commit_of_the_last_answers_asks_for_no_exchange(tmp_path):
+    """Nothing is left to exchange: it would fail, and stop the run again after it was resumed."""
+
+    async def tell(it):
+        async def stopping():  # queued after the answers
+            await asyncio.gather(it.run.put(lambda _, at_s: Stopped(at_s=at_s, reason="lunch")))
+
+        await asyncio.gather(it.answering(MaskedStep.KEYS), stopping())
+        for _ in range(100):
+            await asyncio.sleep(0)
+        return it.worker.orders, [type(e) for e in it.journaled()[-2:]]
+
+    assert played(tmp_path, tell, **MASKED) == ([], [Masked, Stopped])
+
+
 def test_a_masked_step_begins_only_once_the_answers_before_it_are_committed(tmp_path, monkeypatch):
     monkeypatch.setattr(live, "RETRY_S", 0.0)
     monkeypatch.setattr(live, "HOLD_S", DEADLINE_S)
