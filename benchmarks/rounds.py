@@ -9,6 +9,7 @@
 Every side is a server process and devices in processes of their own, all started before the first
 figure. They take turns, a few rounds each, in an order that rotates; a ratio is of the medians of
 two turns in the same place, so what drifts cancels. `again` is a second cloud of ours: the control.
+Where the model is large, `floor` is what no round can do without (`rounds_floor.py`).
 Bytes are counted afterwards by a relay that stands between nothing that is timed.
 """
 
@@ -28,10 +29,13 @@ from typing import Any, Final
 
 import rounds_flower
 from harness import machine, ratio
+from rounds_floor import floor
 from rounds_ours import Ours, ours
 from rounds_record import lines_of, page
 from rounds_relay import Relay, relaying
 from rounds_sides import Case, Side, Turn, end_in_order, per_round
+
+from triplane.unified_ir.federated.core.files import INLINE_BYTES
 
 EVIDENCE: Final = Path(__file__).resolve().parent.parent / "docs" / "evidence" / "rounds.md"
 TURNS: Final = 5
@@ -61,6 +65,8 @@ def sides_of(case: Case, *, flower: bool) -> dict[str, Start]:
         found["legacy"] = FLOWER["legacy"]
     if flower and case.flower:
         found["superlink"] = FLOWER["superlink"]
+    if case.parameter_bytes > INLINE_BYTES:
+        found["floor"] = floor
     return found
 
 

@@ -9,12 +9,13 @@ from typing import Any, Final
 from harness import table
 
 MIB: Final = 1 << 20
-SIDES: Final = ("ours", "again", "legacy", "superlink")
+SIDES: Final = ("ours", "again", "legacy", "superlink", "floor")
 NAMES: Final = {
     "ours": "ours",
     "again": "ours, a second cloud",
     "legacy": "Flower's gRPC server",
     "superlink": "Flower's SuperLink",
+    "floor": "TLS, a hash, a write and an fsync of each transfer",
 }
 PARTS: Final = {
     "device fetch": "devices: fetch the state, hash, check",
