@@ -471,7 +471,7 @@ class _Working:
 
         def settle_and_do() -> pb.Contribution | None:  # in one turn of the thread
             self._settle_now(work_set)
-            if task.key not in self._work_set.keys:
+            if stop.is_withdrawn:
                 return None
             logger.log(_level(task.step), "task begun", extra=_facts(task))
             return self._runner.do(task, stop, wanted)
@@ -481,8 +481,7 @@ class _Working:
         except TaskExpired:
             logger.warning("task not done by its deadline", extra=_facts(task))
             return task.decline(TOO_LONG)
-        except Withdrawn:
-            self._remember(task.key)
+        except Withdrawn:  # not remembered as done: a later document may ask for it again
             logger.info("task withdrawn", extra=_facts(task))
             raise
         finally:

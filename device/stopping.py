@@ -26,6 +26,11 @@ class StopToken:
         self._callbacks: list[Callable[[], None]] = []
         self._stopped = self._expired = False
 
+    @property
+    def is_withdrawn(self) -> bool:
+        """Whether the work was withdrawn."""
+        return self._stopped
+
     def now(self) -> None:
         """End the work because it was withdrawn."""
         self._end(expired=False)

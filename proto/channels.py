@@ -76,7 +76,8 @@ def connect(identity: IdentityFolder, *, address: str | None = None) -> grpc.Cha
     channel = grpc.secure_channel(
         address or identity.cloud, _credentials(identity), options=CHANNEL_OPTIONS
     )
-    return Guarded(grpc.intercept_channel(channel, _Deadline()))
+    # The guard is inside, because an intercepted method is registered only when it is called.
+    return grpc.intercept_channel(Guarded(channel), _Deadline())
 
 
 def connect_aio(identity: IdentityFolder, *, address: str | None = None) -> grpc.aio.Channel:

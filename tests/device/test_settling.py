@@ -176,6 +176,37 @@ def test_a_task_that_is_withdrawn_while_its_document_is_settled_is_not_begun(
     assert [r.round for r in caplog.records if r.msg == "task begun"] == [2]
 
 
+def held_before_learning(monkeypatch):
+    """Events: a task is about to learn; go on now."""
+    original, begun, go_on = TaskRunner.do, threading.Event(), threading.Event()
+
+    def do(runner, task, stop, wanted=()):
+        begun.set()
+        go_on.wait(60)
+        return original(runner, task, stop, wanted)
+
+    monkeypatch.setattr(TaskRunner, "do", do)
+    return begun, go_on
+
+
+@pytest.mark.parametrize("instant", ["settling", "learning"])
+def test_a_task_that_is_withdrawn_and_asked_for_again_is_done(tmp_path, monkeypatch, instant):
+    """A cloud leaves a task out of documents that are full, and sends it later."""
+    held = held_after_settling(monkeypatch, lease(1)) if instant == "settling" else None
+    begun, go_on = held or held_before_learning(monkeypatch)
+
+    async def tell(stage):
+        task = stage.task(1)
+        stage.tell(task)
+        assert await asyncio.to_thread(begun.wait, 60)
+        await stage.heeded(pb.Work())
+        await stage.heeded(pb.Work(tasks=[task]))
+        go_on.set()
+        return await stage.contribution(lease(1))
+
+    assert story_of(tmp_path, tell).WhichOneof("outcome") == "update"
+
+
 def test_a_device_that_no_run_asks_says_so_once_with_its_population(tmp_path, caplog):
     """A mistyped population is a common reason."""
     caplog.set_level(logging.INFO, "triplane.device.client")
