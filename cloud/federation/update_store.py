@@ -113,7 +113,8 @@ class UpdateStore:
         self.folder = BlobFolder(folder)
         self._blobs = blobs
         self._specs: dict[str, UpdateSpec] = {}
-        self._begun: dict[str, set[bytes]] = {}
+        self._begun: dict[str, dict[bytes, None]] = {}  # the newest files by lease, oldest first
+        self._outdated: set[bytes] = set()  # files that were begun before those
         # By blob, and whether it is a vector: bytes could be both a file and a vector.
         self._kept: dict[tuple[str, bool], tuple[int, dict[str, Array]]] = {}
         self._kept_bytes = 0
@@ -146,11 +147,16 @@ class UpdateStore:
         if size > most:
             raise InvalidInput(f"an update of {device!r} has at most {most} bytes, got {size}")
         # A file counts for every open lease, since the upload does not say for which one it is.
-        begun = [self._begun.setdefault(lease, set()) for _, lease in held]
+        begun = [self._begun.setdefault(lease, {}) for _, lease in held]
         if not any(sha256 in files or len(files) < UPLOADS for files in begun):
             raise InvalidInput(f"{device!r} began {UPLOADS} files for one lease (limit {UPLOADS})")
         for files in begun:
-            files.add(sha256)
+            files.pop(sha256, None)  # so that it is the newest, also where its upload goes on
+            files[sha256] = None
+            if len(files) > UPLOADS:  # for other leases: this one has room for no more
+                oldest = next(iter(files))
+                del files[oldest]
+                self._outdated.add(oldest)
         return self.folder
 
     async def judge(
@@ -316,9 +322,9 @@ class UpdateStore:
 
     def forget(self, leases: Iterable[Lease]) -> set[bytes]:
         """Forget leases that are over, and return the files that came for them, for `remove`."""
-        files: set[bytes] = set()
+        files, self._outdated = self._outdated, set()
         for lease in leases:
-            files |= self._begun.pop(lease.id, set())
+            files |= self._begun.pop(lease.id, {}).keys()
             files |= {bytes.fromhex(answer.file) for answer in lease.answers if answer.file}
             if lease.update is not None:
                 # A small one usually has no file. If it was uploaded, it is among the begun ones;

@@ -52,11 +52,25 @@ def test_a_file_stays_while_another_run_that_it_may_be_for_is_in_its_round(tmp_p
 
 def test_so_does_one_that_only_the_other_run_has_room_for(tmp_path):
     (one, first), (other, second) = run_with_lease("1" * 16), run_with_lease("2" * 16)
-    store, earlier = store_of(tmp_path, [one, other]), {bytes([i]) * 32 for i in range(UPLOADS)}
+    store, earlier = store_of(tmp_path, [one, other]), [bytes([i]) * 32 for i in range(UPLOADS)]
     for sha256 in earlier:
         admit(store, [one], sha256)
     with pytest.raises(InvalidInput, match="began 4 files"):
         admit(store, [one], SHA256)
     admit(store, [one, other], SHA256)
-    assert store.forget([second]) == set()
-    assert store.forget([first]) == {SHA256, *earlier}
+    assert store.forget([second]) == {bytes(32)}, "the oldest, for which it has no room any more"
+    assert store.forget([first]) == {SHA256, *earlier} - {bytes(32)}
+
+
+def test_a_long_lease_keeps_the_newest_files_only(tmp_path):
+    """Of a device in a slow run and a fast one, the files of all rounds of the fast one."""
+    slow, first = run_with_lease("1" * 16)
+    store, removed = store_of(tmp_path, [slow]), set()
+    uploads = [bytes([i]) * 32 for i in range(10 * UPLOADS)]
+    for number, sha256 in enumerate(uploads):
+        fast, lease = run_with_lease(f"{number:016x}")
+        store._specs[fast.record.id] = store._specs[slow.record.id]
+        admit(store, [slow, fast], sha256)
+        removed |= store.forget([lease])
+    assert removed == set(uploads[:-UPLOADS])
+    assert store.forget([first]) == set(uploads[-UPLOADS:])
