@@ -194,9 +194,11 @@ own. Memory is the sum over processes of the most that each had resident.
 
 {memory}
 
-The peak of the process during a short run; `anonymous` is what no file backs. Updates are spooled
-to disk and mapped one after another, so a round of 300 takes little more than one of 10. Most of
-what the first run adds stays, whatever its size; what it is was not looked into.
+The peak of the process during a short run; `anonymous` is what no file backs. With 1 kB a round of
+300 takes little more than one of 10. With 1 MB it takes more: updates are spooled to disk and
+mapped, and each of 300 uploads at once has a chunk of up to 1 MiB in memory; how much of the growth
+these are was not measured. Most of what the first run adds stays, whatever its size; what it is was
+not looked into. These rows are of an earlier commit of the same day.
 
 ## The device process
 
@@ -204,6 +206,6 @@ what the first run adds stays, whatever its size; what it is was not looked into
 
 `python -m triplane.device` in a real run of three rounds with real steps, scored at the end: ready
 is the median of five starts, the peak that of the last process. The bound is 150 MiB and five times
-the parameters. An update that is compressed to int8 breaks it: its remainder, its sum with the
+the parameters. An update that is compressed to int8 comes closest: its remainder, its sum with the
 change and what it stands for are in memory at once.
 """
