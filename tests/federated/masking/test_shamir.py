@@ -1,6 +1,7 @@
 """Sharing of secrets against Lagrange's formula in fractions, written independently."""
 
 import contextlib
+import itertools
 import math
 import os
 from fractions import Fraction
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from triplane.proto.errors import Corrupt, InvalidInput
 from triplane.unified_ir.federated.masking.shamir import (
     PRIME,
+    SECRET_BYTES,
     SHARE_BYTES,
     join_shares,
     split_secret,
@@ -51,6 +53,25 @@ def test_as_many_shares_as_the_threshold_give_the_secret(secret, threshold, data
     assert join_shares({i: shares[i] for i in chosen}) == secret
     points = [(i + 1, int.from_bytes(shares[i], "big")) for i in chosen]
     assert lagrange_at_zero(points) == int.from_bytes(secret, "big")
+
+
+@pytest.mark.parametrize("holders", list(itertools.combinations(range(6), 3)))
+def test_the_published_example_of_1234(holders):
+    """1234 + 166 x + 94 x^2 at 1 to 6, from the article on Shamir's secret sharing in Wikipedia.
+
+    Its values are below the modulus, so the shares are those of our field, too.
+    """
+    published = (1494, 1942, 2578, 3402, 4414, 5614)
+    shares = {i: published[i].to_bytes(SHARE_BYTES, "big") for i in holders}
+    assert join_shares(shares) == (1234).to_bytes(SECRET_BYTES, "big")
+
+
+def test_shares_are_those_of_the_published_example_for_its_coefficients(monkeypatch):
+    drawn = iter((94, 166))
+    monkeypatch.setattr("secrets.randbelow", lambda _: next(drawn))
+    shares = split_secret((1234).to_bytes(SECRET_BYTES, "big"), 3, range(6))
+    values = [int.from_bytes(share, "big") for share in shares.values()]
+    assert values == [1494, 1942, 2578, 3402, 4414, 5614]
 
 
 def test_fewer_shares_fit_every_secret():
