@@ -21,41 +21,18 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from rounds_flower import tls_files
 from rounds_relay import Relay
-from rounds_sides import Case, Family, Turn, free_port, per_round, running, wait_for_port
+from rounds_sides import Case, Told, free_port, running, wait_for_port
 
 CHUNK_BYTES: Final = 1 << 20
 
 
-@dataclass
-class Floor:
-    """A side whose server does rounds when told."""
-
-    family: Family
-    server: Any
-
-    def turn(self, rounds: int) -> Turn:
-        """See `rounds_sides.Side`."""
-        before = self.family.cpu_s()
-        self.server.stdin.write(f"{rounds}\n")
-        self.server.stdin.flush()
-        ms = json.loads(self.server.stdout.readline() or "[]")
-        if len(ms) != rounds:
-            raise RuntimeError(f"{len(ms)} of {rounds} rounds were done")
-        return Turn(ms, per_round(before, self.family.cpu_s(), rounds), rounds)
-
-    def peak_bytes(self) -> dict[str, int]:
-        """See `rounds_sides.Side`."""
-        return self.family.peak_bytes()
-
-
 @contextlib.contextmanager
-def floor(folder: Path, case: Case, relay: Relay | None = None) -> Iterator[Floor]:
+def floor(folder: Path, case: Case, relay: Relay | None = None) -> Iterator[Told]:
     """A server, and a process for each device."""
     with running(folder) as family:
         tls_files(folder / "tls")
@@ -68,7 +45,9 @@ def floor(folder: Path, case: Case, relay: Relay | None = None) -> Iterator[Floo
         to = relay.port if relay else port
         for number in range(case.devices):
             family.start("devices", [*words, "device", folder, to, number, size])
-        yield Floor(family, server)
+        assert server.stdin is not None
+        assert server.stdout is not None
+        yield Told(family, server.stdin, server.stdout)
 
 
 def receive(link: ssl.SSLSocket, size: int, path: Path) -> bytes:

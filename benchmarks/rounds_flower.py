@@ -14,7 +14,6 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,9 +24,8 @@ from rounds_sides import (
     START_S,
     Case,
     Family,
-    Turn,
+    Told,
     free_port,
-    per_round,
     running,
     wait_for_port,
 )
@@ -85,28 +83,6 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
-@dataclass
-class Flower:
-    """A side whose rounds are let through by `flower_gate.py`."""
-
-    family: Family
-    lines: Any
-
-    def turn(self, rounds: int) -> Turn:
-        """See `rounds_sides.Side`."""
-        before = self.family.cpu_s()
-        self.lines.write(f"{rounds}\n")
-        self.lines.flush()
-        ms = json.loads(self.lines.readline() or "[]")
-        if len(ms) != rounds:
-            raise RuntimeError(f"{len(ms)} of {rounds} rounds were done")
-        return Turn(ms, per_round(before, self.family.cpu_s(), rounds), rounds)
-
-    def peak_bytes(self) -> dict[str, int]:
-        """See `rounds_sides.Side`."""
-        return self.family.peak_bytes()
-
-
 @contextlib.contextmanager
 def _listening(folder: Path) -> Iterator[tuple[Path, socket.socket]]:
     """A socket that a gate calls, and its path; short, as such paths must be."""
@@ -118,13 +94,13 @@ def _listening(folder: Path) -> Iterator[tuple[Path, socket.socket]]:
         yield path, listener
 
 
-def _gated(family: Family, listener: socket.socket) -> Flower:
+def _gated(family: Family, listener: socket.socket) -> Told:
     """The side, once its strategy is ready for its first round."""
     link, _ = listener.accept()
     link.settimeout(10 * START_S)
     lines = link.makefile("rw", encoding="utf-8")
     lines.readline()
-    return Flower(family, lines)
+    return Told(family, lines, lines)
 
 
 def tls_files(folder: Path) -> Path:
@@ -139,7 +115,7 @@ def tls_files(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def legacy(folder: Path, case: Case, relay: Relay | None = None) -> Iterator[Flower]:
+def legacy(folder: Path, case: Case, relay: Relay | None = None) -> Iterator[Told]:
     """`start_server` and `start_client`; the clients are threads of a process per processor."""
     with running(folder) as family, _listening(folder) as (gate, listener):
         tls, port = tls_files(folder / "tls"), free_port()
@@ -163,7 +139,7 @@ def legacy(folder: Path, case: Case, relay: Relay | None = None) -> Iterator[Flo
 
 
 @contextlib.contextmanager
-def superlink(folder: Path, case: Case, relay: Relay | None = None) -> Iterator[Flower]:
+def superlink(folder: Path, case: Case, relay: Relay | None = None) -> Iterator[Told]:
     """`flower-superlink` with its state in SQLite, a `flower-supernode` a device, `flwr run`."""
     with running(folder) as family, _listening(folder) as (gate, listener):
         tls, port = tls_files(folder / "tls"), free_port()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TextIO
 
 import psutil
 
@@ -132,6 +133,29 @@ class Family:
             for child in self.children:
                 child.poll()
             time.sleep(STEP_S)
+
+
+@dataclass
+class Told:
+    """A side that is told a number of rounds by a line, and answers with the ms of each."""
+
+    family: Family
+    to: TextIO
+    answers: TextIO
+
+    def turn(self, rounds: int) -> Turn:
+        """See `Side`."""
+        before = self.family.cpu_s()
+        self.to.write(f"{rounds}\n")
+        self.to.flush()
+        ms = json.loads(self.answers.readline() or "[]")
+        if len(ms) != rounds:
+            raise RuntimeError(f"{len(ms)} of {rounds} rounds were done")
+        return Turn(ms, per_round(before, self.family.cpu_s(), rounds), rounds)
+
+    def peak_bytes(self) -> dict[str, int]:
+        """See `Side`."""
+        return self.family.peak_bytes()
 
 
 @contextlib.contextmanager

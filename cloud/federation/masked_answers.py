@@ -1,4 +1,4 @@
-"""Answers of devices to the steps of masked rounds, as events; they are read when a step ends.
+"""Answers of devices to the steps of masked rounds, as events; what they hold is opened elsewhere.
 
 The cloud checks what it can without the other answers: that the step is the present one and the
 size is what the terms allow. An answer is stored as bytes in the commit that journals it; a masked
